@@ -191,6 +191,11 @@ class DecodeBatch:
         return cycles * len(self.members) + needed
 
     @property
+    def late(self) -> dict[Sequence, float]:
+        """When the last tokens of members came of which it was not with the batch's, s. To be read only."""
+        return self._late
+
+    @property
     def growth(self) -> list[int]:
         """Members whose token begins a new block, by the batch's step modulo the block size. To be read only."""
         return self._growth

@@ -49,11 +49,13 @@ class Scheduler:
         "_committed",
         "_complete",
         "_delivered",
+        "_end_in_order",
         "_ended_ahead",
         "_fill",
         "_followed",
         "_frees_in_order",
         "_joined",
+        "_last_ended",
         "_left",
         "_moved",
         "_parked",
@@ -117,6 +119,7 @@ class Scheduler:
         self.landed: set[Sequence] = set()
         """Members of the batch that sampled nothing in the plan in flight."""
         self._ended_ahead: list[Sequence] | None = None
+        self._last_ended: list[Sequence] = []
         self.order, self.memory, self.admission = parts.order, parts.memory, parts.admission
         self.eviction, self.stage, self.batching = parts.eviction, parts.stage, parts.batching
         self.gpu, self.host = parts.memory.gpu, parts.memory.host
@@ -138,6 +141,8 @@ class Scheduler:
         self._refusal = self.batching.refusal if overrides(self.batching, "refusal", Batching) else None
         self._fill: Callable[[IterationPlan, float], None] = self.batching.fill
         self._frees_in_order = self.batching.frees_in_order
+        orders = overrides(self.batching, "end_in_order", Batching)
+        self._end_in_order = self.batching.end_in_order if orders else self._end_by_place
         self._reports_copies = self.batching.reports_copies
 
     # -- events ----------------------------------------------------------------------------------------------------
@@ -224,13 +229,31 @@ class Scheduler:
             self.landed = set()
         if plan.num_decodes < len(members):
             self.landed = set(members).difference(plan.decodes)
-        ended = self._ended_ahead = []
+        ended = self._ended_ahead = self._last_ended = []
         self.commit(plan, times)
         self._ended_ahead = None
         if ended:
             self.last_in_flight.update(dict.fromkeys(ended))
         self.in_flight += 1
         return ended
+
+    def take_back(self, seq: Sequence, last_token_s: float) -> None:
+        """The token of `seq`, in no batch, that is in flight is dropped when it comes: its last came at `last_token_s`.
+
+        That is as if it had not been computed; it will be, again.
+        """
+        if seq in self.last_in_flight:
+            del self.last_in_flight[seq]
+            self._last_ended.remove(seq)
+        seq.num_generated -= 1
+        seq.num_tokens -= 1
+        if seq.num_generated:
+            self.gaps.add((seq.last_token_s - last_token_s, 0.0, 1, -1))
+        else:
+            seq.first_token_s = -1.0
+        seq.last_token_s = last_token_s
+        if self.batch.token_log is not None:
+            self.batch.token_log[seq.request.request_id].pop()
 
     def deliver(self, ended: list[Sequence]) -> None:
         """The oldest plan in flight was carried out, and `ended` with it."""
@@ -246,7 +269,7 @@ class Scheduler:
         for delivered in self._delivered:
             delivered()
 
-    def _end_in_order(self, plan: IterationPlan, ended: list[Sequence], end_s: float) -> None:
+    def _end_by_place(self, plan: IterationPlan, ended: list[Sequence], end_s: float) -> None:
         """Decoded and prefilled sequences may end together: they give back their blocks in the order of the step."""
         at_once = [chunk.seq for chunk in plan.chunks if self._ends_with(chunk)] if ended else []
         if not at_once:

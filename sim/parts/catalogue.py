@@ -30,6 +30,7 @@ PLACES: dict[str, dict[str, str]] = {
         "lpm": "sim.systems.radix.cache_aware:CacheAware",
         "dfs-weight": "sim.systems.radix.cache_aware:ByBranch",
         "prefix-groups": "sim.systems.batchllm.prefix_groups:PrefixGroups",
+        "sglang-queue": "sim.systems.sglang.queue:SglangQueue",
     },
     "batching": {
         "vllm": "sim.parts.batching.prefill_first:PrefillFirst",
@@ -41,6 +42,7 @@ PLACES: dict[str, dict[str, str]] = {
         "unified": "sim.parts.batching.unified:Unified",
         "paced": "sim.systems.adaptive.paced:Paced",
         "sglang": "sim.systems.radix.sglang:Sglang",
+        "extend-first": "sim.systems.sglang.batching:ExtendFirst",
     },
     "admission": {
         "watermark": "sim.parts.admission.watermark:Watermark",
@@ -51,6 +53,7 @@ PLACES: dict[str, dict[str, str]] = {
     "memory": {
         "paged": "sim.kv.paged:PagedMemory",
         "radix": "sim.kv.radix:RadixMemory",
+        "sglang-tree": "sim.systems.sglang.memory:TreeMemory",
         "chunks": "sim.kv.shared_reads:ChunkMemory",
         "prefix-groups": "sim.kv.shared_reads:GroupMemory",
         "tiered": "sim.kv.tiered:TieredMemory",

@@ -94,6 +94,7 @@ def _routed(setup: Setup) -> Setup:
 
 def _prepare(asked_for: Scenario, scenario: Scenario, label: str, policy: Policy, role: Role) -> Setup:
     warnings: list[str] = []
+    scenario = _with_told(scenario, policy)
     hardware = load_hardware(scenario.gpu)
     profile = profile_named(scenario.profile, hardware)
     model = _model(scenario, hardware, profile, warnings)
@@ -127,6 +128,18 @@ def _prepare(asked_for: Scenario, scenario: Scenario, label: str, policy: Policy
         asked_for, policy, label, model, hardware, profile, limits, cost, engine_profile, scenario.tp, role,
         pp=pp, warnings=warnings,
     )  # fmt: skip
+
+
+def _with_told(scenario: Scenario, policy: Policy) -> Scenario:
+    """The scenario with what the policy's options say of it; UserError where a flag says something else."""
+    told = policy.told(scenario.block_size)
+    for name, value in told.items():
+        flag = getattr(scenario, name)
+        if flag is not None and flag != value:
+            raise UserError(
+                f"--{name.replace('_', '-')}: {flag} where options of {policy.name} say {value}; leave one of them out"
+            )
+    return replace(scenario, **told) if told else scenario
 
 
 def _other_slos(policy: Policy, asked: Goodput) -> list[str]:

@@ -38,6 +38,7 @@ _PLACES = {
     "pensieve": "sim.systems.pensieve:Pensieve",
     "splitwise": "sim.systems.splitwise:Splitwise",
     "radix": "sim.systems.radix.preset:Radix",
+    "sglang": "sim.systems.sglang.preset:Sglang",
     "chunkattention": "sim.systems.chunkattention:ChunkAttention",
     "batchllm": "sim.systems.batchllm.preset:BatchLLM",
     "memserve": "sim.systems.memserve.preset:MemServe",

@@ -156,6 +156,10 @@ class Policy(ABC):
             )
         return asked
 
+    def told(self, block_size: int | None) -> dict[str, int | bool]:
+        """Fields of the scenario, by name, that options of the system's own set, in whose blocks (None: left open)."""
+        return {}
+
     @abstractmethod
     def engine_limits(self, asked: Asked) -> EngineLimits:
         """The system's limits where the user left them open; UserError for those that it cannot have."""

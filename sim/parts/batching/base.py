@@ -54,6 +54,10 @@ class Batching(Part, ABC):
         """Running sequences, in the order in which they run."""
         raise NotImplementedError
 
+    def end_in_order(self, plan: IterationPlan, ended: list[Sequence], end_s: float) -> None:
+        """Where `frees_in_order`: count the plan's chunks and end the decodes `ended`. Default: the scheduler's."""
+        raise NotImplementedError
+
     def bind(self, scheduler: "Scheduler") -> None:
         super().bind(scheduler)
         self.limits = limits = scheduler.limits

@@ -1,0 +1,294 @@
+"""`TreeMemory`: pages shared through SGLang's radix tree (`tree`), and what each sequence has of it.
+
+A prompt enters the tree chunk by chunk, what was generated when its sequence ends; where the tree has that content, the
+own copy is freed, and the sequence goes on with the tree's. Pages of the tree that nothing holds count as free: they
+give way, leaf by leaf, when a step lacks pages. A retracted sequence leaves nothing but what was in the tree.
+Source: sglang 0.5.23, `mem_cache/common.py`, `allocation.py`, `unified_radix_cache.py` (`checkpoint_into_tree`).
+"""
+
+from typing import TYPE_CHECKING, ClassVar
+
+from sim.engine.batch import DecodeBatch
+from sim.engine.changes import make_place, make_release
+from sim.engine.limits import Limits
+from sim.engine.plan import IterationPlan
+from sim.engine.sequence import Sequence, Status
+from sim.kv.index.block_keys import BlockKeys
+from sim.kv.memory import ALL_LAYERS, Memory
+from sim.parts.needs import Need
+from sim.systems.sglang.options import SglangOptions
+from sim.systems.sglang.tree import Match, PrefixTree
+
+if TYPE_CHECKING:
+    from sim.systems.builder import Builder
+
+LEAST_LOAD_TOKENS = 10
+"""A hit on the host of fewer tokens is computed again (`load_back_threshold`)."""
+
+
+class Held:
+    """What one sequence has of the tree: its first `protected` pages, up to `node`."""
+
+    __slots__ = ("counted", "fed_last", "keys", "match", "node", "protected")
+
+    def __init__(self, keys: tuple[int, ...], match: Match) -> None:
+        self.keys = keys
+        self.match = match
+        """When it was looked up last."""
+        self.node = match.node
+        self.protected = self.counted = 0
+        self.fed_last = False
+        """Its last token, a stop, was fed before it was known to be one."""
+
+
+class TreeMemory(Memory):
+    """Pages on demand, shared through SGLang's tree."""
+
+    name: ClassVar[str] = "sglang-tree"
+    options: ClassVar[type | None] = SglangOptions
+    needs: ClassVar[tuple[Need, ...]] = (
+        Need("batching", "asks for pages as SGLang's scheduler does", names=("extend-first",)),
+    )
+    can_cache_prefixes: ClassVar[bool] = True
+    runs_live: ClassVar[bool] = False
+    unexecutable: ClassVar[str] = "memory=sglang-tree is not told to a device yet; serve with --policy radix"
+
+    @classmethod
+    def build(cls, b: "Builder") -> Memory:
+        b.refuse_windows("memory=sglang-tree")
+        return cls(b.limits, b.options(SglangOptions))
+
+    def __init__(self, limits: Limits, options: SglangOptions) -> None:
+        super().__init__(limits)
+        self.caches_prefixes = limits.enable_prefix_caching
+        size, pages = limits.block_size, limits.num_gpu_blocks
+        host_pages = int(pages * size * options.hicache_ratio) // size + 1 if options.enable_hierarchical_cache else 0
+        self.tree = PrefixTree(
+            options.radix_eviction_policy,
+            host_pages=host_pages,
+            write_policy=options.hicache_write_policy,
+            least_load=-(-LEAST_LOAD_TOKENS // size),
+        )
+        self._by_priority = options.enable_priority_scheduling
+        self.unused = pages
+        """Pages without content."""
+        self.block_keys = BlockKeys(size)
+        self._held: dict[Sequence, Held] = {}
+        # A trace has no negative ids.
+        self._next_private_key = -1
+        self._stops: dict[int, int] = {}
+        """Of a page whose last token is a stop, by what it would be without."""
+
+    def _settle(self) -> None:
+        """The pool's books: what is unused or idle is free."""
+        more = self.unused + self.tree.num_idle - self.gpu.free
+        if more > 0:
+            self.gpu.release(more)
+        elif more:
+            self.gpu.allocate(-more)
+
+    # -- looking up ----------------------------------------------------------------------------------------------------
+
+    def held(self, seq: Sequence) -> Held:
+        """What it has; made when first asked for."""
+        found = self._held.get(seq)
+        if found is None:
+            root = self.tree.root
+            found = self._held[seq] = Held(self._keys_of(seq), Match(root, 0, root, 0))
+        return found
+
+    def _keys_of(self, seq: Sequence) -> tuple[int, ...]:
+        """Of all pages that it will fill: those that the trace names, then its own."""
+        if not self.caches_prefixes:
+            return ()
+        request = seq.request
+        most = (request.prompt_tokens + request.output_tokens) // self.block_size
+        keys = self.block_keys.of(request)[:most] if request.hash_ids else ()
+        first = self._next_private_key
+        self._next_private_key = last = first - (most - len(keys))
+        return keys + tuple(range(first, last, -1))
+
+    def search(self, seq: Sequence, num_tokens: int) -> Match:
+        """The longest prefix of its first `num_tokens` tokens that is cached; that is a use of it."""
+        held = self.held(seq)
+        if self.caches_prefixes:
+            held.match = self.tree.match(held.keys, min(num_tokens // self.block_size, len(held.keys)))
+        return held.match
+
+    def look_up(self, seq: Sequence, *, is_next: bool = True) -> None:
+        self.search(seq, seq.num_tokens - 1)
+
+    def cached_tokens(self, seq: Sequence) -> int:
+        found = self._held.get(seq)
+        return found.match.pages * self.block_size if found is not None else 0
+
+    # -- room ----------------------------------------------------------------------------------------------------------
+
+    @property
+    def free_tokens(self) -> int:
+        """Tokens for which there are pages, unused or idle."""
+        return (self.unused + self.tree.num_idle) * self.block_size
+
+    def make_room(self, pages: int) -> bool:
+        """Evict until so many pages are unused; whether they are."""
+        if self.unused < pages and self.tree.num_idle:
+            self.unused += self.tree.evict(pages - self.unused)
+            self._settle()
+        return self.unused >= pages
+
+    def _take(self, pages: int) -> None:
+        self.unused -= pages
+        self._settle()
+
+    # -- prompts -------------------------------------------------------------------------------------------------------
+
+    def load(self, seq: Sequence) -> int:
+        """Bring what it hits on the host to the GPU; returns tokens, all of them or 0."""
+        held, tree = self._held[seq], self.tree
+        anchor = held.match.best
+        pages = held.match.host_pages
+        if pages < tree.least_load:
+            return 0
+        tree.lock(anchor)
+        pin = tree.pin(anchor)
+        has_room = self.make_room(pages)
+        tree.unlock(anchor)
+        if not has_room:
+            tree.unpin(anchor, pin)
+            return 0
+        self.unused -= pages
+        tree.loaded(anchor, pin)
+        self._settle()
+        held.match = Match(anchor, held.match.pages + pages, anchor, 0)
+        return pages * self.block_size
+
+    def finish_loads(self) -> None:
+        """A step begins: what was loaded for the last one has arrived."""
+        self.tree.finish_loads()
+        self._settle()
+
+    def hold(self, seq: Sequence) -> int:
+        """`seq` is admitted: what it hits is its own. Returns how many tokens that are."""
+        held = self._held[seq]
+        held.node, held.protected, held.counted, held.fed_last = held.match.node, held.match.pages, 0, False
+        self.tree.lock(held.node)
+        self._settle()
+        seq.num_computed = held.protected * self.block_size
+        seq.num_blocks = held.protected
+        if self.caches_prefixes:
+            self.count_hits(seq, seq.num_computed)
+        return seq.num_computed
+
+    def extend(self, chunks: list[tuple[Sequence, int]]) -> None:
+        """Pages for a step's prompts, of each so many tokens more. All are evicted for at once."""
+        size = self.block_size
+        tokens, pages = 0, 0
+        for seq, num_new in chunks:
+            tokens += num_new
+            blocks = -(-(seq.num_computed + num_new) // size)
+            pages += blocks - seq.num_blocks
+            if not seq.num_computed or seq.num_blocks * size <= seq.num_computed:
+                self.scheduler.changes.append(make_place((seq, ALL_LAYERS, blocks - seq.num_blocks, 0)))
+            seq.num_blocks = blocks
+        # SGLang counts a page more for each, where pages have more tokens than one.
+        self.make_room(-(-(tokens + len(chunks) * size) // size) if size > 1 else tokens)
+        self._take(pages)
+
+    def publish(self, seq: Sequence, num_tokens: int) -> None:
+        """The first `num_tokens` tokens of `seq`, which runs on, are computed: they can be hit."""
+        if self.caches_prefixes:
+            self._insert(seq, self._held[seq], num_tokens)
+            self._settle()
+
+    def _insert(self, seq: Sequence, held: Held, num_tokens: int) -> None:
+        tree, size = self.tree, self.block_size
+        pages = num_tokens // size
+        priority = seq.request.priority if self._by_priority else 0
+        node, copies = tree.insert(held.keys, pages, held=held.protected, counted=held.counted, priority=priority)
+        self.unused += copies
+        held.counted = max(held.counted, pages)
+        prompt = seq.request.prompt_tokens // size
+        if 0 < prompt < pages:
+            # A node ends where the prompt does: its answer may be evicted alone.
+            tree.insert(held.keys, prompt, held=prompt, counted=prompt, priority=priority + 1)
+        tree.unlock(held.node)
+        tree.lock(node)
+        held.node, held.protected = node, pages
+
+    # -- decodes -------------------------------------------------------------------------------------------------------
+
+    def decode(self, num_seqs: int, pages: int) -> None:
+        """A token of each of `num_seqs` sequences, with `pages` pages for which `make_room` found room."""
+        if self.block_size > 1:
+            self.make_room(num_seqs)
+        self._take(pages)
+
+    def needs_page(self, seq: Sequence) -> bool:
+        """Whether the next token of one that may have ended, in no batch, begins a page."""
+        return (seq.num_tokens - 1) % self.block_size == 0
+
+    def feed_last(self, seq: Sequence) -> None:
+        """`seq`, whose last token is in flight, is fed it; pages have been taken."""
+        self._held[seq].fed_last = True
+        seq.num_computed = seq.num_tokens - 1
+        seq.num_blocks += self.needs_page(seq)
+
+    def grow_further(self, batch: DecodeBatch, steps: int) -> None:
+        before, total, members = batch.blocks_needed(1), batch.blocks_needed(steps), len(batch.members)
+        spare = members if self.block_size > 1 else 0
+        if self.unused >= total - before + spare:
+            self._take(total - before)
+            return
+        for step in range(2, steps + 1):
+            needed = batch.blocks_needed(step)
+            self.make_room(needed - before)
+            self.decode(members, needed - before)
+            before = needed
+
+    def repeats(self, plan: IterationPlan, steps: int) -> int:
+        """While all find a page: of the idle ones too, unless they are first written to a host that may be full."""
+        room = self.unused if self.tree.writes_back else self.gpu.free
+        return max(1, min(steps, self.batch.steps_within(room + self.batch.blocks_needed(1))))
+
+    # -- the way out ---------------------------------------------------------------------------------------------------
+
+    def release(self, seq: Sequence) -> None:
+        held = self.held(seq)
+        if seq.status is not Status.WAITING and self.caches_prefixes and not seq.error:
+            # The last token's KV is there where it was fed before it was known to be the last.
+            tokens = seq.num_tokens - 1
+            if held.fed_last:
+                tokens += 1
+                if tokens % self.block_size == 0:
+                    held.keys = (*held.keys[: tokens // self.block_size - 1], self._stop(held.keys, tokens))
+            self._insert(seq, held, tokens)
+        self.unused += seq.num_blocks - held.protected
+        self.tree.unlock(held.node)
+        self._settle()
+        seq.num_blocks = 0
+        held.node, held.protected = self.tree.root, 0
+        if seq.status is not Status.WAITING:
+            self.forget(seq)
+        self.scheduler.changes.append(make_release((seq,)))
+
+    def _stop(self, keys: tuple[int, ...], num_tokens: int) -> int:
+        """The key of the page that a stop token fills."""
+        key = keys[num_tokens // self.block_size - 1]
+        if key not in self._stops:
+            self._stops[key] = self._next_private_key
+            self._next_private_key -= 1
+        return self._stops[key]
+
+    def forget(self, seq: Sequence) -> None:
+        self._held.pop(seq, None)
+
+    @property
+    def num_evicted(self) -> int:
+        return self.tree.num_evicted
+
+    def recount(self) -> tuple[int, int]:
+        gpu, host = super().recount()
+        holders = [*self.batch.members, *(seq for seq, _ in self.scheduler.holders())]
+        shared = sum(self._held[seq].protected for seq in holders)
+        locked = sum(len(node.keys) for node in self.tree.nodes() if node.lock and node.on_gpu)
+        return gpu - shared + locked, host

@@ -1,0 +1,92 @@
+"""SGLang as it is served today (0.5.23): `python -m sglang.launch_server`, decision for decision.
+
+`tests/oracle/test_oracle_sglang.py` holds it to SGLang's own scheduler. From its code: batches and admission
+(`batching`, `prefill_pass`), the queue (`queue`), the radix tree, its evictions and HiCache's host tier (`tree`,
+`memory`). The paper's system (Zheng et al., arXiv 2312.07104) is `radix`.
+
+Assumed:
+- Requests ask for as many tokens as they generate (`max-new-tokens` says otherwise: then they end by a stop token).
+- A trace names blocks of tokens; prompts that part within a block share nothing of it.
+- The pool is sized as vLLM's (`max-total-tokens` says otherwise), and half as many requests run as it has tokens.
+- A prompt that SGLang refuses is ignored; there it passes the queue as one token.
+- HiCache's copies take no time. Storage behind the host (L3), hybrid models and windows have no tree here.
+- Several victims of one preemption return to the queue in the order in which they ran; SGLang has them in a set.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from sim.errors import UserError
+from sim.systems.base import Asked, EngineLimits, Policy
+from sim.systems.sglang.options import SglangOptions
+
+CHUNK_TOKENS = ((160, 16384), (60, 8192), (20, 4096), (0, 2048))
+"""`--chunked-prefill-size` by GiB of a GPU, from so many on."""
+GIB = 1 << 30
+SEATS = 2048
+"""Requests that run, where nothing is said: SGLang's least; large pools have up to twice as many."""
+
+
+@dataclass(frozen=True)
+class Sglang(SglangOptions, Policy):
+    """Prompts before decodes, a sticky refusal, and a radix tree of all that was computed."""
+
+    name: ClassVar[str] = "sglang"
+    summary: ClassVar[str] = "SGLang 0.5: overlap schedule, radix cache, retraction, HiCache"
+    default_prefix_caching: ClassVar[bool] = True
+    default_block_size: ClassVar[int] = 1
+    composition: ClassVar[dict[str, str]] = {
+        "order": "sglang-queue",
+        "batching": "extend-first",
+        "admission": "memory",
+        "memory": "sglang-tree",
+        "eviction": "recompute",
+        "stage": "direct",
+    }
+
+    @property
+    def async_scheduling_asked(self) -> bool | None:
+        """The overlap schedule: other decisions, whatever there is to hide behind it."""
+        if self.names["batching"] != self.composition["batching"]:
+            return super().async_scheduling_asked
+        return not self.disable_overlap_schedule
+
+    @property
+    def engine_profile(self) -> str:
+        # The host of vLLM v1 is the nearest that is known (docs/policies.md).
+        return "vllm-v1-async" if self.schedules_ahead else "vllm-v1"
+
+    def told(self, block_size: int | None) -> dict[str, int | bool]:
+        page = self.page_size or block_size or self.default_block_size
+        found: dict[str, int | bool] = {}
+        if self.page_size:
+            found["block_size"] = page
+        if self.max_total_tokens:
+            if self.max_total_tokens < page:
+                raise UserError(
+                    f"sglang max-total-tokens: {self.max_total_tokens} is less than a page of {page}; raise it"
+                )
+            found["num_gpu_blocks_override"] = self.max_total_tokens // page
+        if self.max_running_requests:
+            found["max_num_seqs"] = self.max_running_requests
+        if self.chunked_prefill_size > 0:
+            found["max_num_batched_tokens"] = self.chunked_prefill_size
+        if self.chunked_prefill_size < 0:
+            found["enable_chunked_prefill"] = False
+        if self.disable_radix_cache:
+            found["enable_prefix_caching"] = False
+        return found
+
+    def engine_limits(self, asked: Asked) -> EngineLimits:
+        """SGLang's defaults by GPU."""
+        seats = asked.max_num_seqs or SEATS
+        if asked.enable_chunked_prefill is False:
+            if self.enable_mixed_chunk:
+                raise UserError(
+                    "--no-enable-chunked-prefill: with --sglang-enable-mixed-chunk decodes ride along with chunks; "
+                    "leave one of them out"
+                )
+            return EngineLimits(seats, max(asked.max_model_len, self.max_prefill_tokens), False)
+        gib = asked.gpu_memory_bytes / GIB
+        chunk = asked.max_num_batched_tokens or next(tokens for least, tokens in CHUNK_TOKENS if gib >= least)
+        return EngineLimits(seats, chunk, True)

@@ -1,0 +1,154 @@
+"""`SglangQueue`: the waiting requests, sorted in place whenever prompts are looked at (SGLang 0.5's `SchedulePolicy`).
+
+- `fcfs`: as they came; what is retracted or preempted comes last. With priorities, the urgent first.
+- `lof`: the longest output that is asked for first.
+- `lpm`: the longest cached prefix first. A request that has next to nothing cached and begins like another before it
+  comes last: it will hit what that one computes. More than `MOST_MATCHED` that wait are left as they are.
+- `dfs-weight`: a walk through the tree, first into the branch that the most wait for.
+
+Looking a prefix up is a use of it. Where the order does not look, prefixes of those that wait are touched now and then.
+Source: sglang 0.5.23, `managers/schedule_policy.py`.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, ClassVar, Self
+
+from sim.engine.sequence import Sequence
+from sim.parts.base import Order
+from sim.parts.needs import Need
+from sim.systems.sglang.memory import TreeMemory
+from sim.systems.sglang.options import SglangOptions
+
+if TYPE_CHECKING:
+    from sim.engine.scheduler import Scheduler
+    from sim.systems.builder import Builder
+
+MOST_MATCHED = 128
+"""Requests that wait beyond which `lpm` sorts nothing, and of which prefixes are touched."""
+TOUCH_INTERVAL = 32
+"""Looks at the queue from one touch of prefixes to the next."""
+ALIKE_TOKENS = 32
+"""A request with no more cached than these, which begins with so many of another's, waits for that one."""
+
+
+class SglangQueue(Order):
+    """A list; `sort` puts it in order."""
+
+    name: ClassVar[str] = "sglang-queue"
+    sticky: ClassVar[bool] = False
+    options: ClassVar[type | None] = SglangOptions
+    needs: ClassVar[tuple[Need, ...]] = (
+        Need("memory", "looks prefixes up in SGLang's tree", names=("sglang-tree",)),
+        Need("batching", "is sorted when SGLang's scheduler says so", names=("extend-first",)),
+    )
+
+    @classmethod
+    def build(cls, b: "Builder") -> Self:
+        return cls(b.options(SglangOptions))
+
+    def __init__(self, options: SglangOptions) -> None:
+        self._policy, self._by_priority = options.schedule_policy, options.enable_priority_scheduling
+        self._sign = 1 if options.schedule_low_priority_values_first else -1
+        self._touches = options.radix_eviction_policy == "lru"
+        self.max_new_tokens: Callable[[Sequence], int] = lambda seq: seq.request.output_tokens
+        """What a request asks for; the batching says how."""
+        self._queue: list[Sequence] = []
+        self.waiting = self._queue
+        self._num_entered = self._num_looks = 0
+        self._entered: dict[Sequence, int] = {}
+
+    def bind(self, scheduler: "Scheduler") -> None:
+        super().bind(scheduler)
+        assert isinstance(scheduler.memory, TreeMemory), "asked for by what the part needs"
+        self._memory = scheduler.memory
+        if not self._memory.caches_prefixes and self._policy in ("lpm", "dfs-weight"):
+            self._policy = "fcfs"
+
+    def add(self, seq: Sequence) -> None:
+        self._queue.append(seq)
+        self._num_entered += 1
+        self._entered[seq] = self._num_entered
+
+    def put_back(self, seqs: list[Sequence]) -> None:
+        for seq in seqs:
+            self.add(seq)
+
+    def urgency(self, seq: Sequence) -> int:
+        """The less, the more urgent."""
+        return seq.request.priority * self._sign
+
+    def entered(self, seq: Sequence) -> int:
+        """The place of its latest arrival in the queue among all arrivals."""
+        return self._entered[seq]
+
+    def sort(self) -> None:
+        """Prompts are about to be looked at."""
+        queue, policy = self._queue, self._policy
+        if policy == "lpm" and len(queue) <= MOST_MATCHED:
+            self._sort_by_prefix()
+        elif policy == "dfs-weight":
+            ends = [self._memory.search(seq, seq.num_tokens).node for seq in queue]
+            queue[:] = [queue[place] for place in self._memory.tree.by_weight(ends)]
+        else:
+            if policy == "fcfs" and self._by_priority:
+                queue.sort(key=lambda seq: (self.urgency(seq), self._entered[seq]))
+            elif policy == "lof":
+                by_priority, asked = self._by_priority, self.max_new_tokens
+                queue.sort(key=lambda seq: (by_priority and self.urgency(seq), -asked(seq)))
+            self._touch()
+
+    def _touch(self) -> None:
+        """The head's prefix is touched last, and so stays longest."""
+        memory = self._memory
+        if not self._queue or not self._touches or not memory.caches_prefixes:
+            return
+        self._num_looks += 1
+        if self._num_looks % TOUCH_INTERVAL == 1:
+            for seq in reversed(self._queue[:MOST_MATCHED]):
+                memory.search(seq, seq.num_tokens)
+
+    def _sort_by_prefix(self) -> None:
+        memory, size = self._memory, self._memory.block_size
+        begun: set[tuple[int, ...]] = set()
+        keys: dict[Sequence, float] = {}
+        for seq in self._queue:
+            match = memory.search(seq, seq.num_tokens)
+            keys[seq] = -min((match.pages + match.host_pages) * size, seq.num_tokens - 1)
+            if match.pages * size <= ALIKE_TOKENS and (begins := _first_blocks(seq)):
+                if begins in begun:
+                    keys[seq] = float("inf")
+                begun.add(begins)
+        self._queue.sort(key=keys.__getitem__)
+
+    def head(self) -> Sequence:
+        return self._queue[0]
+
+    def pop(self) -> Sequence:
+        return self._queue.pop(0)
+
+    def remove(self, seq: Sequence) -> bool:
+        if seq not in self._queue:
+            return False
+        self._queue.remove(seq)
+        return True
+
+    def left(self, seq: Sequence) -> None:
+        self._entered.pop(seq, None)
+
+    def __len__(self) -> int:
+        return len(self._queue)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return iter(self._queue)
+
+
+def _first_blocks(seq: Sequence) -> tuple[int, ...]:
+    """The trace's ids of its first `ALIKE_TOKENS` tokens; empty where it has fewer, or none that others may have."""
+    request = seq.request
+    ids, named = request.hash_ids, request.hash_block_tokens
+    if not ids or seq.num_tokens < ALIKE_TOKENS:
+        return ()
+    if request.output_hash_ids and len(ids) * named >= request.prompt_tokens:
+        ids += request.output_hash_ids
+    count = -(-ALIKE_TOKENS // named)
+    return ids[:count] if len(ids) * named >= ALIKE_TOKENS else ()

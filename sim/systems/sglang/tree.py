@@ -1,0 +1,497 @@
+"""`PrefixTree`: SGLang 0.5's radix tree of cached pages, on the GPU and, with HiCache, on the host.
+
+It differs from `sim.kv.index.radix_tree` where decisions do: looking up splits nodes and touches them; each touch is a
+tick of a clock, ancestors a hair before their descendants; whole leaves go, until what one allocation lacks is there.
+Lengths are pages. A node's pages are on the GPU, on the host, or on both; those on the GPU form a prefix of each path.
+Source: sglang 0.5.23, `mem_cache/unified_cache/` (the tree), `unified_radix_cache.py` (what is written and loaded).
+"""
+
+from collections.abc import Callable, Sequence
+from heapq import heapify, heappop, heappush
+from typing import Literal, NamedTuple
+
+from sim.errors import InvariantError
+
+Keys = Sequence[int]
+EvictionPolicy = Literal["lru", "lfu", "fifo", "mru", "filo", "slru", "priority"]
+WritePolicy = Literal["write_through", "write_through_selective", "write_back"]
+ANCESTOR_TICK = 1e-5
+"""By how much an ancestor counts as used earlier than its child, ticks."""
+PROTECTED_HITS = 2
+"""Insertions from which `slru` protects a node."""
+
+
+class Node:
+    """A run of pages after those of `parent`.
+
+    `lock` counts sequences and loads that hold it on the GPU, `host_lock` loads that read it on the host; `pins` are
+    those of which it is the topmost node; `used` and `created` are ticks.
+    """
+
+    __slots__ = (
+        "children", "created", "hits", "host_lock", "keys", "loading", "lock", "on_gpu", "on_host", "parent", "pin",
+        "priority", "used",
+    )  # fmt: skip
+
+    def __init__(self, parent: "Node | None", keys: tuple[int, ...], used: float) -> None:
+        self.parent, self.keys = parent, keys
+        self.children: dict[int, Node] = {}
+        self.lock = self.host_lock = self.hits = self.priority = 0
+        self.on_gpu = self.on_host = False
+        self.used = self.created = used
+        self.pin: int | None = None
+        self.loading: Node | None = None
+
+
+class Match(NamedTuple):
+    """Where a prefix ends: `pages` on the GPU up to `node`, then `host_pages` more on the host alone up to `best`."""
+
+    node: Node
+    pages: int
+    best: Node
+    host_pages: int
+
+
+RANKS: dict[EvictionPolicy, Callable[[Node], tuple[float, float]]] = {
+    "lru": lambda node: (node.used, node.used),
+    "lfu": lambda node: (node.hits, node.used),
+    "fifo": lambda node: (node.created, node.used),
+    "mru": lambda node: (-node.used, node.used),
+    "filo": lambda node: (-node.created, node.used),
+    "slru": lambda node: (node.hits >= PROTECTED_HITS, node.used),
+    "priority": lambda node: (node.priority, node.used),
+}
+"""What goes first has the least."""
+
+Heap = list[tuple[tuple[float, float], int, Node]]
+
+
+class PrefixTree:
+    """The tree, what of it is idle, and how much of the host is taken.
+
+    Args:
+        eviction: which leaf goes first (`--radix-eviction-policy`).
+        host_pages: pages of the host's pool; 0: there is none.
+        write_policy: when a node is copied to the host (`--hicache-write-policy`).
+        least_load: pages below which a hit on the host is computed again.
+    """
+
+    def __init__(
+        self,
+        eviction: EvictionPolicy = "lru",
+        *,
+        host_pages: int = 0,
+        write_policy: WritePolicy = "write_through",
+        least_load: int = 1,
+    ) -> None:
+        self._rank = RANKS[eviction]
+        self.has_host, self.host_unused = host_pages > 0, host_pages
+        self.writes_back = self.has_host and write_policy == "write_back"
+        self._hits_to_write = 1 if write_policy == "write_through" else 2
+        self.least_load = least_load
+        self._clock = self._num_pins = 0
+        self.root = Node(None, (), self._tick())
+        self.num_idle = 0
+        """Pages on the GPU that nothing holds."""
+        self.num_evicted = self.num_loaded = self.num_written = 0
+        self._leaves: dict[Node, None] = {}
+        """Idle nodes on the GPU without children there."""
+        self._host_leaves: dict[Node, None] = {}
+        self._copies: dict[Node, None] = {}
+        """Nodes that were on both sides when last looked at, in the order in which they came to be."""
+        self._loads: list[tuple[Node, int]] = []
+
+    def _tick(self) -> float:
+        self._clock += 1
+        return float(self._clock)
+
+    # -- looking up ----------------------------------------------------------------------------------------------------
+
+    def match(self, keys: Keys, limit: int) -> Match:
+        """The longest prefix of the first `limit` keys that is there. It counts as used, and ends at a node's end."""
+        root = self.root
+        if limit <= 0:
+            return Match(root, 0, root, 0)
+        node = last = root
+        depth = pages = 0
+        while depth < limit:
+            child = node.children.get(keys[depth])
+            if child is None or not (child.on_gpu or child.on_host):
+                break
+            shared = _shared(child.keys, keys, depth, limit)
+            is_whole = shared == len(child.keys)
+            node = child if is_whole else self._split(child, shared)
+            depth += shared
+            if node.on_gpu:
+                pages, last = depth, node
+            if not is_whole:
+                break
+        self._touch(node)
+        return Match(last, pages, node, depth - pages)
+
+    def _touch(self, node: Node) -> None:
+        used, above = self._tick(), node
+        while above is not None:
+            above.used = used
+            used -= ANCESTOR_TICK
+            above = above.parent
+
+    def _split(self, child: Node, length: int) -> Node:
+        """The first `length` pages of `child` become a node of their own, which is returned."""
+        parent = _parent(child)
+        head = Node(parent, child.keys[:length], self._tick())
+        head.created, head.hits, head.priority = child.created, child.hits, child.priority
+        head.lock, head.host_lock, head.loading = child.lock, child.host_lock, child.loading
+        head.on_gpu, head.on_host = child.on_gpu, child.on_host
+        head.pin, child.pin = child.pin, None
+        parent.children[head.keys[0]] = head
+        child.parent, child.keys = head, child.keys[length:]
+        head.children[child.keys[0]] = child
+        child.used = self._tick()
+        self._note_leaf(head)
+        self._note_leaf(child)
+        self._note_copy(head)
+        return head
+
+    # -- locks ---------------------------------------------------------------------------------------------------------
+
+    def lock(self, node: Node) -> None:
+        """What leads to `node` stays on the GPU, or will be there."""
+        above = node
+        while above is not self.root:
+            if above.on_gpu:
+                if not above.lock:
+                    self.num_idle -= len(above.keys)
+                self._leaves.pop(above, None)
+            above.lock += 1
+            above = _parent(above)
+        if node is not self.root:
+            self._note_leaf(node)
+
+    def unlock(self, node: Node) -> None:
+        """One lock less."""
+        while node is not self.root:
+            node.lock -= 1
+            if not node.lock:
+                if node.on_gpu:
+                    self.num_idle += len(node.keys)
+                self._note_leaf(node)
+            node = _parent(node)
+
+    def _note_leaf(self, node: Node) -> None:
+        """Whether `node` is one that may be evicted, here or there."""
+        if node is self.root:
+            return
+        idle = not node.lock
+        if idle and node.on_gpu and not any(child.on_gpu for child in node.children.values()):
+            self._leaves[node] = None
+        else:
+            self._leaves.pop(node, None)
+        if idle and node.on_host and not node.on_gpu and not node.host_lock and not node.children:
+            self._host_leaves[node] = None
+        else:
+            self._host_leaves.pop(node, None)
+
+    # -- inserting -----------------------------------------------------------------------------------------------------
+
+    def insert(self, keys: Keys, length: int, *, held: int, counted: int, priority: int = 0) -> tuple[Node, int]:
+        """Cache the first `length` pages. Returns where they end, and how many of them were there as others' copies.
+
+        The first `held` are the tree's already; insertions of the first `counted` have been counted.
+        """
+        root = self.root
+        root.used = self._tick()
+        root.priority = max(root.priority, priority)
+        node, depth, copies = root, 0, 0
+        while depth < length:
+            child = node.children.get(keys[depth])
+            if child is None:
+                break
+            child.used = self._tick()
+            shared = _shared(child.keys, keys, depth, length)
+            if shared < len(child.keys):
+                child = self._split(child, shared)
+            child.priority = max(child.priority, priority)
+            if child.on_gpu:
+                copies += max(0, shared - max(0, held - depth))
+            else:
+                self._bring(child)
+                self._note_copy(child)
+                self._note_leaf(node)
+            depth += shared
+            node = child
+            if depth > counted:
+                self._count(node)
+        if depth < length:
+            leaf = Node(node, tuple(keys[depth:length]), self._tick())
+            leaf.priority = priority
+            node.children[leaf.keys[0]] = leaf
+            self._bring(leaf)
+            self._note_leaf(node)
+            node = leaf
+            if length > counted:
+                self._count(node)
+        return node, copies
+
+    def _bring(self, node: Node) -> None:
+        """`node` is on the GPU from now on."""
+        node.on_gpu = True
+        if not node.lock:
+            self.num_idle += len(node.keys)
+        self._note_leaf(node)
+
+    def _count(self, node: Node) -> None:
+        """One more insertion of `node`, which may be the one that has it written to the host."""
+        if self.writes_back:
+            return
+        node.hits += 1
+        if self.has_host and not node.on_host and node.hits >= self._hits_to_write:
+            chain, above = [node], _parent(node)
+            while above is not self.root and not above.on_host:
+                chain.append(above)
+                above = _parent(above)
+            for below in reversed(chain):
+                if not self._write(below):
+                    return
+
+    # -- evicting from the GPU -----------------------------------------------------------------------------------------
+
+    def evict(self, pages: int) -> int:
+        """Give up whole leaves on the GPU until so many pages are free; how many are."""
+        freed, rank, leaves = 0, self._rank, self._leaves
+        heap: Heap = [(rank(node), number, node) for number, node in enumerate(leaves)]
+        heapify(heap)
+        number = len(heap)
+        while freed < pages and heap:
+            node = heappop(heap)[2]
+            if node not in leaves:
+                continue
+            freed += self._evict_leaf(node)
+            parent = node.parent
+            if parent is not None and parent in leaves:
+                heappush(heap, (rank(parent), number, parent))
+                number += 1
+        self.num_evicted += freed
+        return freed
+
+    def _evict_leaf(self, node: Node) -> int:
+        if node.on_host:
+            return self._demote(node)
+        if not self.writes_back:
+            return self._delete(node)
+        if self._write(node):
+            self._note_copy(node)
+            return self._demote(node)
+        return self._drop(node)
+
+    def _demote(self, node: Node) -> int:
+        """`node` is on the host alone."""
+        node.on_gpu = False
+        self.num_idle -= len(node.keys)
+        self._note_leaf(node)
+        self._note_leaf(_parent(node))
+        return len(node.keys)
+
+    def _delete(self, node: Node) -> int:
+        """A leaf that is on the GPU alone is gone."""
+        self.num_idle -= len(node.keys)
+        node.on_gpu = False
+        self._remove(node)
+        return len(node.keys)
+
+    def _drop(self, node: Node) -> int:
+        """The host has no room: `node` and all below it, which are there, are gone, unless something holds one."""
+        below, left = [], [node]
+        while left:
+            one = left.pop()
+            if one.lock or one.host_lock or one.loading is not None:
+                # It stays, and is no use to this allocation.
+                return 0
+            below.append(one)
+            left.extend(one.children.values())
+        for one in reversed(below[1:]):
+            self.host_unused += len(one.keys)
+            one.on_host = False
+            self._unlink(one)
+        return self._delete(node)
+
+    def _unlink(self, node: Node) -> None:
+        del _parent(node).children[node.keys[0]]
+        for known in (self._leaves, self._host_leaves, self._copies):
+            known.pop(node, None)
+
+    def _remove(self, node: Node) -> None:
+        """A leaf that is nowhere, and what above it only led there, leave the tree."""
+        self._unlink(node)
+        above = _parent(node)
+        self._note_leaf(above)
+        while above is not self.root and not above.children and not (above.lock or above.host_lock):
+            if above.on_gpu or above.on_host:
+                self._note_leaf(above)
+                return
+            self._unlink(above)
+            above = _parent(above)
+            self._note_leaf(above)
+
+    # -- the host (HiCache's L2) ---------------------------------------------------------------------------------------
+
+    def _write(self, node: Node) -> bool:
+        """Copy `node` to the host, if there is room or can be made."""
+        if node.on_host:
+            return True
+        lacking = len(node.keys) - self.host_unused
+        if lacking > 0 and self._evict_host(lacking) < lacking:
+            return False
+        self.host_unused -= len(node.keys)
+        self.num_written += len(node.keys)
+        node.on_host = True
+        return True
+
+    def _note_copy(self, node: Node) -> None:
+        if node.on_gpu and node.on_host and node.loading is None:
+            self._copies.setdefault(node)
+        else:
+            self._copies.pop(node, None)
+
+    def _evict_host(self, pages: int) -> int:
+        """Free so many pages of the host: written back, of what the GPU has too; then whole leaves."""
+        freed = self._give_up_copies(pages) if self.writes_back else 0
+        rank, leaves = self._rank, self._host_leaves
+        heap: Heap = [(rank(node), number, node) for number, node in enumerate(leaves)]
+        heapify(heap)
+        number = len(heap)
+        while freed < pages and heap:
+            node = heappop(heap)[2]
+            if node not in leaves:
+                continue
+            freed += len(node.keys)
+            self.host_unused += len(node.keys)
+            node.on_host = False
+            self._remove(node)
+            parent = node.parent
+            if parent is not None and parent in leaves:
+                heappush(heap, (rank(parent), number, parent))
+                number += 1
+        return freed
+
+    def _give_up_copies(self, pages: int) -> int:
+        """First of nodes that are not about to leave the GPU."""
+        freed = 0
+        gone: list[Node] = []
+        for spare in (True, False):
+            for node in self._copies:
+                if freed >= pages:
+                    break
+                if not (node.on_gpu and node.on_host):
+                    gone.append(node)
+                elif not (spare and node in self._leaves) and node.loading is None and not node.host_lock:
+                    node.on_host = False
+                    freed += len(node.keys)
+                    self.host_unused += len(node.keys)
+                    gone.append(node)
+        for node in gone:
+            self._copies.pop(node, None)
+        return freed
+
+    def nodes_to_load(self, node: Node) -> list[Node]:
+        """Those that lead to `node` and are on the host alone, the last first."""
+        found: list[Node] = []
+        while not node.on_gpu and node is not self.root:
+            found.append(node)
+            node = _parent(node)
+        return found
+
+    def pin(self, node: Node) -> int:
+        """`node` stays on the host until `unpin`."""
+        self._num_pins += 1
+        if node.pin is None:
+            node.pin = self._num_pins
+        node.host_lock += 1
+        self._note_leaf(node)
+        return node.pin
+
+    def unpin(self, node: Node, pin: int) -> None:
+        """Of that node, and of what was split off its beginning since."""
+        while True:
+            node.host_lock -= 1
+            self._note_leaf(node)
+            if node.pin == pin:
+                return
+            node = _parent(node)
+
+    def loaded(self, anchor: Node, pin: int) -> None:
+        """All that leads to `anchor` is on the GPU, or on its way: it is held until `finish_loads`."""
+        nodes = self.nodes_to_load(anchor)
+        for node in reversed(nodes):
+            if self.writes_back:
+                node.loading = anchor
+            self._bring(node)
+            self.num_loaded += len(node.keys)
+        if nodes:
+            self._note_leaf(_parent(nodes[-1]))
+        self.lock(anchor)
+        self._loads.append((anchor, pin))
+
+    def finish_loads(self) -> None:
+        """What was on its way has arrived."""
+        for anchor, pin in self._loads:
+            self.unlock(anchor)
+            self.unpin(anchor, pin)
+            node = anchor
+            while node is not self.root:
+                if not self.writes_back or node.loading is anchor:
+                    node.loading = None
+                    self._note_copy(node)
+                node = _parent(node)
+        self._loads.clear()
+
+    # -- for orders, and for recounts ----------------------------------------------------------------------------------
+
+    def by_weight(self, ends: Sequence[Node]) -> list[int]:
+        """Places in `ends`, in a walk through the tree: children first, of those the branch that the most end in."""
+        waiting: dict[Node, list[int]] = {}
+        weights: dict[Node, int] = {}
+        for place, end in enumerate(ends):
+            waiting.setdefault(end, []).append(place)
+            above: Node | None = end
+            while above is not None:
+                weights[above] = weights.get(above, 0) + 1
+                above = above.parent
+        order: list[int] = []
+        left = [(self.root, False)]
+        while left:
+            node, is_walked = left.pop()
+            if is_walked:
+                order += waiting.get(node, ())
+                continue
+            left.append((node, True))
+            branches = [child for child in node.children.values() if child in weights]
+            branches.sort(key=weights.__getitem__, reverse=True)
+            left += [(child, False) for child in reversed(branches)]
+        return order
+
+    def nodes(self) -> list[Node]:
+        """All of them but the root."""
+        found, left = [], list(self.root.children.values())
+        while left:
+            node = left.pop()
+            found.append(node)
+            left.extend(node.children.values())
+        return found
+
+
+def _shared(own: tuple[int, ...], keys: Keys, depth: int, limit: int) -> int:
+    """How many of a node's keys go on as `keys` does from `depth` on, up to `limit`."""
+    most = min(len(own), limit - depth)
+    if own[:most] == tuple(keys[depth : depth + most]):
+        return most
+    for i in range(most):
+        if own[i] != keys[depth + i]:
+            return i
+    raise InvariantError("unlike keys that are alike")
+
+
+def _parent(node: Node) -> Node:
+    parent = node.parent
+    assert parent is not None, "the root has no parent"
+    return parent

@@ -1,0 +1,197 @@
+"""Small random workloads and settings for SGLang's own scheduler, and its answers.
+
+    python make_cases_sglang.py PYTHON ORACLE                   # those that are stored, into `cases_sglang`
+    python make_cases_sglang.py PYTHON ORACLE FOLDER 0 1000     # seeds 0 to 999, for `python sglang_replay.py FOLDER`
+
+PYTHON is that of an environment with sglang 0.5.23, ORACLE as in `sglang_ask.py`. A seed gives the same case each time.
+"""
+
+import gzip
+import json
+import random
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+CASES = HERE / "cases_sglang"
+SEEDS = (
+    2007, 2012, 2036, 2038, 2041, 2043, 2056, 2058, 2084, 2097, 2098, 10001, 10009, 10031, 10044,
+)  # fmt: skip
+COSTS = (
+    "0.005,4e-5,2e-9,0.02,2e-5,6e-7",
+    # Every step as long: arrivals fall exactly on boundaries.
+    "0.015625,0,0,0.015625,0,0",
+    "0.001,1e-4,1e-6,0.01,1e-4,2e-5",
+)
+Row = tuple[float, int, int, list[int], list[int], int]
+
+
+class Workload:
+    """One random workload and the settings it runs under."""
+
+    def __init__(self, seed: int) -> None:
+        self.dice = dice = random.Random(f"kvtwin sglang {seed}")
+        choice = dice.choice
+        self.page = choice([1, 1, 1, 1, 2, 4, 16, 16, 64])
+        self.length = max(choice([40, 64, 100, 200, 200, 400, 400, 1000]), 3 * self.page + 20)
+        self.gap = choice([self._burst, self._poisson, self._ticks, lambda: 0.0])
+        self.prompts = choice(["any", "short", "long", "mixed"])
+        self.outputs = choice(["any", "any", "one", "long"])
+        self.is_pressed = dice.random() < 0.4
+        """More run than the pool has room for: they are retracted."""
+        if self.is_pressed:
+            self.length, self.prompts, self.outputs = max(self.length, 200), "short", "long"
+        self.naming = choice([self._private, self._shared, self._shared, self._turn, self._turn, self._twin])
+        self.priorities = choice([[0], [0, 20], [0, 5, 11, 30], list(range(50))])
+        self.num_ids = 1000
+        self.stems = [list(range(100 * i, 100 * i + 80)) for i in range(dice.randint(1, 3))]
+        self.talks: list[tuple[int, int, list[int], list[int]]] = []
+
+    def _burst(self) -> float:
+        return self.dice.choice([0.0, 0.0, 0.0, 0.3])
+
+    def _poisson(self) -> float:
+        return self.dice.expovariate(self.dice.choice([5.0, 20.0, 60.0]))
+
+    def _ticks(self) -> float:
+        return self.dice.choice([0, 1, 1, 2, 5]) / 64
+
+    def _lengths(self) -> tuple[int, int]:
+        dice, most = self.dice, self.length
+        prompt = {
+            "any": dice.randint(1, most), "short": dice.randint(1, min(40, most)),
+            "long": dice.randint(most // 2, most), "mixed": dice.choice([dice.randint(1, 20), dice.randint(1, most)]),
+        }[self.prompts]  # fmt: skip
+        prompt = max(1, min(prompt, most - 12))
+        output = {"any": dice.randint(1, 60), "one": dice.choice([1, 1, 2]), "long": dice.randint(20, 200)}[
+            self.outputs
+        ]
+        return prompt, max(1, min(output, most - prompt - 1))
+
+    def _new(self, count: int) -> list[int]:
+        self.num_ids += count
+        return list(range(self.num_ids - count, self.num_ids))
+
+    def _named(self, prompt: int, output: int, ids: list[int]) -> tuple[int, int, list[int], list[int]]:
+        blocks = -(-prompt // 16)
+        own = ids[:blocks] + self._new(max(0, blocks - len(ids)))
+        return prompt, output, own, self._new(-(-(prompt + output) // 16) - blocks)
+
+    def _private(self) -> tuple[int, int, list[int], list[int]]:
+        return self._named(*self._lengths(), [])
+
+    def _shared(self) -> tuple[int, int, list[int], list[int]]:
+        stem = self.dice.choice(self.stems)
+        return self._named(*self._lengths(), stem[: self.dice.randint(0, len(stem))])
+
+    def _turn(self) -> tuple[int, int, list[int], list[int]]:
+        """Another turn of a conversation, or the first of a new one."""
+        prompt, output = self._lengths()
+        if self.talks and self.dice.random() < 0.7:
+            before, said, ids, answer = self.dice.choice(self.talks)
+            known = (ids + answer)[: (before + said) // 16]
+            prompt = min(before + said + self.dice.randint(1, 40), self.length - 12)
+            output = max(1, min(output, self.length - prompt - 1))
+            turn = self._named(prompt, output, known)
+        else:
+            turn = self._named(prompt, output, self.dice.choice(self.stems)[: self.dice.randint(0, 4)])
+        self.talks.append(turn)
+        return turn
+
+    def _twin(self) -> tuple[int, int, list[int], list[int]]:
+        """The same request again, answer and all, or another."""
+        if self.talks and self.dice.random() < 0.5:
+            return self.dice.choice(self.talks)
+        turn = self._shared()
+        self.talks.append(turn)
+        return turn
+
+    def rows(self) -> list[Row]:
+        now = 0.0
+        # The model's end-of-sequence token is the third of the first block: it must be in a prompt.
+        found: list[Row] = [(0.0, *self._named(17, 1, []), 0)]
+        for _ in range(self.dice.choice([3, 8, 20, 40, 60])):
+            now += self.gap()
+            found.append((now, *self.naming(), self.dice.choice(self.priorities)))
+        return found
+
+    def arguments(self) -> list[str]:
+        """Mostly a pool that holds one or a few of the longest requests."""
+        dice, page = self.dice, self.page
+        choice = dice.choice
+        pool = self.length + page + choice([8, 8, 30, 100, 400, 1500] if not self.is_pressed else [100, 200, 400])
+        pool = -(-pool // page) * page
+        chunk = choice([-1, 512, page, 2 * page, 16 * -(-page // 16), 64 * -(-page // 64)])
+        found = [
+            "--pool", pool, "--page", page, "--chunk", chunk, "--cost", choice(COSTS), "--context",
+            choice([65536, 65536, self.length + 10]), "--max-running",
+            choice([2, 3, 5, 8, 64, 256] if not self.is_pressed else [8, 64, 256]),
+            "--max-prefill", choice([16384, 16384, max(32, page), 200]),
+            "--conservativeness", choice([1.0, 1.0, 0.3, 0.1, 2.0] if not self.is_pressed else [0.0, 0.1, 0.3]),
+        ]  # fmt: skip
+        flags = {"--mixed": 0.3 if chunk > 0 else 0.0, "--overlap": 0.5, "--no-radix": 0.15, "--ignore-eos": 0.2}
+        found += [flag for flag, share in flags.items() if dice.random() < share]
+        if "--ignore-eos" not in found and dice.random() < 0.4:
+            found += ["--declared", choice([8, 40, 256, 5000])]
+        if dice.random() < 0.25:
+            found += ["--priority", "--priority-threshold", choice([0, 10, 10, 20]), *choice([[], ["--low-first"]])]
+            found += ["--policy", choice(["fcfs", "lof"])]
+        else:
+            aware = [] if "--no-radix" in found else ["lpm", "lpm", "dfs-weight"]
+            found += ["--policy", choice(["fcfs", "fcfs", "lof", *aware])]
+        found += ["--eviction", choice(["lru"] * 8 + ["lfu", "fifo", "mru", "filo", "slru", "priority"])]
+        if "--no-radix" not in found and dice.random() < 0.3:
+            write = choice(["write_through", "write_through_selective", "write_back"])
+            found += ["--hicache", write, "--hicache-ratio", choice([0.5, 1.0, 1.2, 2.0, 4.0])]
+        extra = {}
+        if dice.random() < 0.1:
+            extra["prefill_max_requests"] = dice.randint(1, 3)
+        if "--priority" in found and dice.random() < 0.3:
+            extra |= choice([{"disable_priority_preemption": True}, {"retraction_policy": "priority"}])
+        return list(map(str, [*found, "--extra", json.dumps(extra)]))
+
+
+def ask(python: str, oracle: str, folder: Path, seeds: list[int]) -> None:
+    """SGLang's answers to those seeds, compressed, into `folder`."""
+    with tempfile.TemporaryDirectory() as made:
+        place, jobs, known = Path(made), [], {}
+        for seed in seeds:
+            workload = Workload(seed)
+            rows, arguments = workload.rows(), workload.arguments()
+            known[seed] = rows
+            lines = ["arrival_s,prompt_tokens,output_tokens,hash_ids,hash_block_tokens,output_hash_ids,priority"]
+            for at, prompt, output, ids, answer, priority in rows:
+                names = ",".join((" ".join(map(str, ids)), "16", " ".join(map(str, answer))))
+                lines.append(f"{at!r},{prompt},{output},{names},{priority}")
+            trace = place / f"{seed:05}.csv"
+            trace.write_text("\n".join(lines) + "\n", encoding="utf-8")
+            jobs.append(json.dumps([str(trace), "--out", str(place / f"{seed:05}.json"), *arguments]))
+        (place / "jobs").write_text("\n".join(jobs) + "\n", encoding="utf-8")
+        script = str(HERE / "sglang_ask.py")
+        subprocess.run([python, script, oracle, str(place / "jobs")], check=True, stdout=subprocess.DEVNULL)
+        folder.mkdir(parents=True, exist_ok=True)
+        for seed in seeds:
+            answer = place / f"{seed:05}.json"
+            if not answer.exists():
+                print(f"{seed}: SGLang gives no answer")
+                continue
+            found = json.loads(answer.read_text(encoding="utf-8"))
+            found["workload"] = known[seed]
+            data = json.dumps(found, separators=(",", ":")).encode()
+            (folder / f"{seed:05}.json.gz").write_bytes(gzip.compress(data, mtime=0))
+
+
+def main() -> None:
+    python, oracle, *rest = sys.argv[1:]
+    if rest:
+        seeds = list(range(int(rest[1]), int(rest[2])))
+        for begin in range(0, len(seeds), 50):
+            ask(python, oracle, Path(rest[0]), seeds[begin : begin + 50])
+    else:
+        ask(python, oracle, CASES, list(SEEDS))
+
+
+if __name__ == "__main__":
+    main()

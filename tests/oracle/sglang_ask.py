@@ -1,0 +1,88 @@
+"""Asks SGLang's own scheduler about many small workloads: imports it once, then answers each in a process of its own.
+
+    python sglang_ask.py ORACLE JOBS      # in an environment where sglang 0.5.23 is installed
+
+ORACLE is a script that drives SGLang's `Scheduler` over a virtual clock and writes an answer in the form that
+`sglang_replay.py` reads. JOBS has a line of JSON a workload: that script's arguments. A line is printed for each: 0, or
+the status that the script ended with.
+"""
+
+import importlib.abc
+import importlib.machinery
+import json
+import os
+import resource
+import runpy
+import sys
+import types
+from pathlib import Path
+
+LIMIT_S = 120
+
+
+class _Named(type):
+    """A class of which every attribute is another such class."""
+
+    def __getattr__(cls, name: str) -> type:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _Named(name, (), {"__init__": lambda self, *args, **kwargs: None})
+
+
+class _Pretended(types.ModuleType):
+    def __getattr__(self, name: str) -> type:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _Named(name, (), {"__init__": lambda self, *args, **kwargs: None})
+
+
+class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Stands in for compiled packages that SGLang imports and that no decision calls."""
+
+    def find_spec(self, fullname, path=None, target=None):
+        if fullname.split(".")[0] in ("torchvision", "sgl_kernel"):
+            return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
+        return None
+
+    def create_module(self, spec):
+        module = _Pretended(spec.name)
+        module.__dict__.update(__path__=[], __version__="99.0")
+        return module
+
+    def exec_module(self, module):
+        pass
+
+
+def main() -> None:
+    os.environ.update(CUDA_VISIBLE_DEVICES="", HF_HUB_OFFLINE="1", SGLANG_USE_CPU_ENGINE="1")
+    sys.meta_path.insert(0, _Finder())
+    import torch  # noqa: PLC0415
+
+    torch.set_num_threads(1)
+    for module in ("sglang.srt.managers.scheduler", "sglang.srt.models.registry"):
+        # The second takes longest, and each scheduler asks for it.
+        importlib.import_module(module)
+
+    oracle = sys.argv[1]
+    for line in Path(sys.argv[2]).read_text(encoding="utf-8").splitlines():
+        child = os.fork()
+        if not child:
+            quiet = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(quiet, 1)
+            if "SGLANG_ASK_VERBOSE" not in os.environ:
+                os.dup2(quiet, 2)
+            resource.setrlimit(resource.RLIMIT_CPU, (LIMIT_S, LIMIT_S))
+            sys.argv = [oracle, *json.loads(line)]
+            try:
+                runpy.run_path(oracle, run_name="__main__")
+            except BaseException:
+                import traceback  # noqa: PLC0415
+
+                traceback.print_exc()
+            finally:
+                os._exit(1)
+        print(os.waitpid(child, 0)[1], flush=True)
+
+
+if __name__ == "__main__":
+    main()

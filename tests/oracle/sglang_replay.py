@@ -1,0 +1,201 @@
+"""Replays a workload of the SGLang oracle on our `sglang` and compares with SGLang's answer."""
+
+import gzip
+import hashlib
+import json
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from kvtwin.testing import engines
+from sim.engine.decisions import DecisionLog
+from sim.engine.limits import Limits
+from sim.systems.sglang.batching import ExtendFirst
+from sim.systems.sglang.memory import TreeMemory
+from sim.systems.sglang.preset import Sglang
+from traces.readers import open_trace
+from traces.request import Request
+
+OPTIONS = {
+    "policy": "schedule_policy",
+    "conservativeness": "schedule_conservativeness",
+    "max_prefill": "max_prefill_tokens",
+    "mixed": "enable_mixed_chunk",
+    "priority": "enable_priority_scheduling",
+    "low_first": "schedule_low_priority_values_first",
+    "priority_threshold": "priority_scheduling_preemption_threshold",
+    "hicache_ratio": "hicache_ratio",
+    "eviction": "radix_eviction_policy",
+    "ignore_eos": "ignore_eos",
+    "declared": "max_new_tokens",
+}
+EXTRA = ("prefill_max_requests", "disable_priority_preemption", "retraction_policy")
+TOTALS = ("iterations", "preemptions", "hit_tokens", "rehit_tokens", "evicted_tokens", "loaded_tokens")
+
+
+@dataclass
+class Replay:
+    """What came of it."""
+
+    requests: dict[str, dict] = field(default_factory=dict)
+    lines: list[str] = field(default_factory=list)
+    totals: dict[str, int] = field(default_factory=dict)
+    sha256: str = ""
+
+
+class Lines(DecisionLog):
+    """Keeps what it hashes."""
+
+    def __init__(self, found: Replay) -> None:
+        super().__init__()
+        self.found = found
+
+    def __call__(self, line: str) -> None:
+        self.found.lines.append(line)
+        super().__call__(line)
+
+
+def requests_of(answer: dict, folder: Path) -> list[Request]:
+    """The answer's workload: in the answer itself, or the file that it names."""
+    if "workload" in answer:
+        rows = enumerate(answer["workload"])
+        return [
+            Request(i, at, prompt, output, "", tuple(ids), 16, tuple(answer), priority)
+            for i, (at, prompt, output, ids, answer, priority) in rows
+        ]
+    requests = list(open_trace(folder / "workloads" / answer["args"]["trace"]))
+    if not answer["args"]["private_outputs"]:
+        return requests
+    return [
+        request._replace(hash_ids=request.hash_ids[: request.prompt_tokens // 16], output_hash_ids=())
+        for request in requests
+    ]
+
+
+def replay(answer: dict, folder: Path, *, jump: bool, checked: bool = False) -> Replay:
+    """The answer's workload under the answer's settings."""
+    args = answer["args"]
+    options = {ours: args[theirs] for theirs, ours in OPTIONS.items()}
+    extra = json.loads(args["extra"])
+    options |= {name: extra.pop(name) for name in EXTRA if name in extra and extra[name] is not None}
+    assert not extra, extra
+    if args["hicache"]:
+        options |= {"enable_hierarchical_cache": True, "hicache_write_policy": args["hicache"]}
+    policy = Sglang(**options, disable_overlap_schedule=not args["overlap"])
+    limits = Limits(
+        num_gpu_blocks=args["pool"] // args["page"],
+        num_cpu_blocks=0,
+        block_size=args["page"],
+        block_bytes=1.0,
+        max_model_len=args["context"],
+        max_num_seqs=args["max_running"],
+        max_num_batched_tokens=args["chunk"] if args["chunk"] > 0 else args["context"],
+        enable_chunked_prefill=args["chunk"] > 0,
+        enable_prefix_caching=not args["no_radix"],
+    )
+    costs = tuple(map(float, args["cost"].split(",")))
+    machine = engines.linear_machine(prefill=costs[:3], decode=costs[3:])
+    found = Replay()
+
+    def listen(scheduler):
+        assert isinstance(scheduler.batching, ExtendFirst)
+        scheduler.batching.record = Lines(found)
+        return lambda plan, start_s, times: None
+
+    outcome = engines.simulate(
+        policy, requests_of(answer, folder), limits, machine=machine, jump=jump, checked=checked, observe=listen
+    )
+    for seq in outcome.ended:
+        found.requests[str(seq.request.request_id)] = {
+            "first": None if seq.error else seq.first_token_s,
+            "finish": None if seq.error else seq.finish_s,
+            "preempted": seq.num_preemptions,
+            "hit": None if seq.error else seq.num_cached_tokens,
+            "output": seq.num_generated,
+        }
+    memory, counters = outcome.scheduler.memory, outcome.scheduler.counters
+    assert isinstance(memory, TreeMemory)
+    record = outcome.scheduler.batching.record
+    assert record is not None
+    found.sha256 = record.sha256
+    found.totals = {
+        "iterations": len(found.lines),
+        "preemptions": counters.preemptions,
+        "hit_tokens": counters.prefix_hit_tokens,
+        "rehit_tokens": counters.prefix_rehit_tokens,
+        "evicted_tokens": memory.num_evicted * memory.block_size,
+        "loaded_tokens": memory.tree.num_loaded * memory.block_size,
+    }
+    return found
+
+
+def differences(found: Replay, answer: dict) -> list[str]:
+    """Where the replay differs from SGLang."""
+    wrong = []
+    for key, want in answer["requests"].items():
+        got = found.requests[key]
+        for name in ("first", "finish"):
+            a, b = got[name], want[name]
+            same = abs(a - b) < 1e-6 if isinstance(a, float) and isinstance(b, float) else a == b
+            if not same:
+                wrong.append(f"request {key} {name}: {a} where SGLang has {b}")
+        for name in ("preempted", "hit", "output"):
+            if got[name] != want[name]:
+                wrong.append(f"request {key} {name}: {got[name]} where SGLang has {want[name]}")
+    for name in TOTALS:
+        if found.totals[name] != answer[name]:
+            wrong.append(f"{name}: {found.totals[name]} where SGLang has {answer[name]}")
+    if found.sha256 != answer["decisions_sha256"]:
+        wrong.append("decisions differ")
+    return wrong
+
+
+def first_difference(found: Replay, answer: dict) -> str:
+    """The first of the steps in clear that differs."""
+    for step, (start_s, kind, entries, preempted, hits, free) in enumerate(answer["clear"]):
+        line = f"{kind} " + " ".join(f"{request}:{tokens}" for request, tokens in entries)
+        if preempted:
+            line += " preempt " + " ".join(map(str, preempted))
+        if step >= len(found.lines) or found.lines[step] != line:
+            ours = found.lines[step] if step < len(found.lines) else "nothing"
+            return f"step {step} at {start_s}: {ours} where SGLang has {line} (hits {hits}, {free} free)"
+    digest, step = hashlib.sha256(), 0
+    for checkpoint in answer["checkpoints"]:
+        for line in found.lines[step : step + 100]:
+            digest.update(f"{step} {line}\n".encode())
+            step += 1
+        if digest.hexdigest()[:12] != checkpoint:
+            return f"between steps {step - 100} and {step}"
+    return "at the end, or nowhere"
+
+
+def read(path: Path) -> dict:
+    """An answer as `sglang_oracle.py` writes it, perhaps compressed."""
+    data = path.read_bytes()
+    return json.loads(gzip.decompress(data) if path.suffix == ".gz" else data)
+
+
+def main() -> None:
+    """Compare with every answer in a folder; workloads lie in its `workloads`, or that of the folder above."""
+    folder = Path(sys.argv[1])
+    wrong = found = 0
+    for path in sorted([*folder.glob("*.json"), *folder.glob("*.json.gz")]):
+        if sys.argv[2:] and not any(word in path.name for word in sys.argv[2:]):
+            continue
+        answer = read(path)
+        found += 1
+        for jump in (True, False):
+            try:
+                ours = replay(answer, folder.parent, jump=jump)
+            except Exception as error:
+                wrong += 1
+                print(f"{path.name}, jump={jump}: {type(error).__name__}: {error}")
+                continue
+            if differ := differences(ours, answer):
+                wrong += 1
+                print(f"{path.name}, jump={jump}: {len(differ)}: {differ[0]}; {first_difference(ours, answer)}")
+    print(f"{found} workloads, {wrong} runs of them differ")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,49 @@
+"""Our `sglang` against SGLang 0.5.23's own scheduler: decisions, times to 1e-6 s, hits, evictions, loads.
+
+`cases_sglang/` holds its answers on small random workloads (`make_cases_sglang.py`, `sglang_ask.py`); longer ones lie
+in the folder `../shared/oracle/sglang` of some checkouts.
+"""
+
+from pathlib import Path
+
+import pytest
+from sglang_replay import differences, first_difference, read, replay
+
+CASES = sorted((Path(__file__).parent / "cases_sglang").glob("*.json.gz"))
+SHARED = Path(__file__).resolve().parents[3] / "shared" / "oracle" / "sglang"
+ANSWERS = sorted((SHARED / "answers").glob("*.json"))
+
+jumped_and_stepped = pytest.mark.parametrize("jump", [True, False], ids=["jumped", "stepped"])
+
+
+@jumped_and_stepped
+@pytest.mark.parametrize("path", CASES, ids=lambda path: path.name.removesuffix(".json.gz"))
+def test_every_decision_is_sglangs_on_nasty_workloads(path: Path, jump: bool) -> None:
+    answer = read(path)
+    found = replay(answer, path.parent, jump=jump)
+    assert differences(found, answer) == [], first_difference(found, answer)
+
+
+@pytest.mark.skipif(not ANSWERS, reason="needs the shared answers of SGLang's own scheduler")
+@jumped_and_stepped
+@pytest.mark.parametrize("path", ANSWERS, ids=lambda path: path.stem)
+def test_every_decision_is_sglangs_on_the_reference_workloads(path: Path, jump: bool) -> None:
+    answer = read(path)
+    found = replay(answer, SHARED, jump=jump)
+    assert differences(found, answer) == [], first_difference(found, answer)
+
+
+def test_there_are_cases_of_every_kind() -> None:
+    answers = [read(path) for path in CASES]
+    args = [answer["args"] for answer in answers]
+    for flag in ("overlap", "mixed", "priority", "low_first", "no_radix", "ignore_eos"):
+        assert {arg[flag] for arg in args} == {False, True}
+    assert {arg["policy"] for arg in args} == {"fcfs", "lof", "lpm", "dfs-weight"}
+    assert {arg["hicache"] for arg in args} == {"", "write_through", "write_through_selective", "write_back"}
+    assert {arg["eviction"] for arg in args} >= {"lru", "lfu", "fifo", "mru", "filo", "slru", "priority"}
+    assert {1, 16} <= {arg["page"] for arg in args} and -1 in {arg["chunk"] for arg in args}
+    # Retracted while a token is in flight, and while none is; ended by a token that the scheduler did not expect.
+    assert {answer["args"]["overlap"] for answer in answers if answer["preemptions"] > 3} == {False, True}
+    assert {arg["overlap"] for arg in args if arg["declared"]} == {False, True}
+    for total in ("hit_tokens", "rehit_tokens", "evicted_tokens", "loaded_tokens"):
+        assert sum(answer[total] for answer in answers) > 300
