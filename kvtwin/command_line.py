@@ -85,7 +85,7 @@ COMMANDS = {
     "run": ("sim.cli", "simulate one policy"),
     "compare": ("sim.cli", "simulate several policies side by side"),
     "report": ("sim.cli", "one HTML page of saved runs"),
-    "explain": ("sim.cli", "why one request waited, in sentences"),
+    "explain": ("sim.cli", "why one request waited, or the slowest, in sentences"),
     "policies": ("kvtwin.policies", "list the systems, their parts and options, and what mixes"),
     "sweep": ("sim.study.cli", "simulate every point of a study file"),
     "tune": ("sim.study.cli", "search for the best policy and knobs under SLOs"),

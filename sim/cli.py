@@ -16,7 +16,10 @@ from sim.systems import DEFAULT_POLICY
 if TYPE_CHECKING:
     from sim.results.schema import Result
 
-EXPLAIN_HELP = "What became of one request of a saved run and why it waited, in sentences."
+EXPLAIN_HELP = (
+    "What became of one request of a saved run and why it waited, in sentences; or what the slowest waited for beside "
+    "all others, by cause, and which requests ran meanwhile."
+)
 REPORT_HELP = (
     "Runs that run, compare or live have saved as one HTML page: what was asked, tables, interactive figures, where "
     "the time went, which limit bound when. It opens offline. A folder of compare is a section; single runs share one. "
@@ -73,16 +76,44 @@ def add_explain(parser: Any) -> None:  # noqa: ANN401
     parser.description = EXPLAIN_HELP
     parser.set_defaults(run=explain_command)
     parser.add_argument("folder", type=Path, metavar="DIR", help="of one run, made with --timeline")
-    parser.add_argument("--request", type=int, required=True, metavar="N", help="request id: its place in the trace")
+    which = parser.add_mutually_exclusive_group(required=True)
+    which.add_argument("--request", type=int, metavar="N", help="request id: its place in the trace")
+    which.add_argument("--slowest", type=int, metavar="N", help="the N slowest requests, beside all others")
+    which.add_argument("--beyond", metavar="P", help="those beyond a percentile (p99), beside all others")
+    parser.add_argument(
+        "--by", choices=("ttft", "e2el"), help="what --slowest and --beyond go by (default: ttft, the first token)"
+    )
 
 
 def explain_command(arguments: argparse.Namespace) -> int:
     """`kvtwin explain`."""
-    from sim.results.explain import explain  # noqa: PLC0415 - matplotlib is slow to import
-
     settle(arguments.folder)
-    print("\n".join(explain(arguments.folder, arguments.request)))
+    if arguments.request is not None:
+        from sim.results.explain import explain  # noqa: PLC0415 - matplotlib is slow to import
+
+        if arguments.by is not None:
+            raise UserError("--by: goes with --slowest or --beyond; leave it out")
+        lines = explain(arguments.folder, arguments.request)
+    else:
+        from sim.results.tails import sentences, tail_of  # noqa: PLC0415 - likewise
+
+        beyond = None if arguments.beyond is None else _percentile(arguments.beyond)
+        lines = sentences(
+            tail_of(arguments.folder, slowest=arguments.slowest, beyond=beyond, metric=arguments.by or "ttft")
+        )
+    print("\n".join(lines))
     return 0
+
+
+def _percentile(text: str) -> float:
+    """`p99`, `P99.9` or `99`; UserError for what is none."""
+    try:
+        found = float(text.removeprefix("p").removeprefix("P"))
+    except ValueError:
+        found = 0.0
+    if not 0.0 < found < 100.0:
+        raise UserError(f"--beyond: {text!r} is no percentile; give one above 0 and below 100, as p99")
+    return found
 
 
 def run_command(arguments: argparse.Namespace) -> int:

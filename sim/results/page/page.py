@@ -17,6 +17,7 @@ from sim.results.page.charts import Chart, charts
 from sim.results.page.saved import Section
 from sim.results.page.studies import Study
 from sim.results.report import constants, deployment, engine_overhead
+from sim.results.tails import cause_rows, head_sentences, neighbour_sentences
 from sim.version import VERSION
 
 HERE = Path(__file__).parent
@@ -40,6 +41,16 @@ class Given:
 
 
 @dataclass(frozen=True)
+class TailView:
+    """The slowest requests of a run: sentences, and of each cause its mean time in the set and among the others."""
+
+    label: str
+    head: list[str]
+    rows: list[tuple[str, str, str, str]]
+    neighbours: list[str]
+
+
+@dataclass(frozen=True)
 class View:
     """A section as the template shows it."""
 
@@ -52,6 +63,7 @@ class View:
     key_rows: list[Row]
     rows: list[Row]
     charts: list[Chart]
+    tails: list[TailView]
     command: str | None
     asked: str | None
 
@@ -102,6 +114,10 @@ def _view(section: Section) -> View:
         key_rows=[row for row in rows if row.key in KEY_METRICS],
         rows=rows,
         charts=charts(runs),
+        tails=[
+            TailView(label, head_sentences(found), cause_rows(found), neighbour_sentences(found))
+            for label, found in section.tails
+        ],
         command=section.command,
         asked=section.asked,
     )

@@ -2,7 +2,7 @@
 
 import csv
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -20,6 +20,8 @@ from sim.results.report import metric_values
 from sim.results.result import PER_REQUEST, RESULT_FILE, SERIES_FILE, read_result
 from sim.results.schema import Bounds, Comparison
 from sim.results.sections import ResolvedScenario
+from sim.results.tails import Tail, tail_of
+from sim.results.timeline import TIMELINE_FILE
 from sim.specs.json_file import convert, read_json_object
 
 COMPARISON_FILE = "comparison.json"
@@ -35,6 +37,8 @@ class Section:
     """What runs it again; None where the folder does not say."""
     asked: str | None
     """The scenario file of that command."""
+    tails: list[tuple[str, Tail]] = field(default_factory=list)
+    """Label and slowest requests of the runs that kept a timeline."""
 
 
 def read_sections(folders: Iterable[Path]) -> list[Section]:
@@ -52,7 +56,9 @@ def read_sections(folders: Iterable[Path]) -> list[Section]:
                 f"{folder}: {what}; give folders that kvtwin run, compare, live, sweep, tune or map has written"
             )
     if single:
-        found.append(_section(_told_apart(single), None, single[0][0] if len(single) == 1 else None, "run"))
+        runs = _told_apart(single)
+        section = _section(runs, None, single[0][0] if len(single) == 1 else None, "run")
+        found.append(replace(section, tails=_tails([folder for folder, _ in single], runs)))
     return found
 
 
@@ -70,7 +76,23 @@ def _comparison(folder: Path) -> Section:
                     f"{folder / folder_name(label) / RESULT_FILE}: {key} is {_shown(found[key])}, in {path.name} "
                     f"above it {_shown(value)}: another command wrote there; compare again, or report it by itself"
                 )
-    return _section(runs, compared, folder, "compare")
+    section = _section(runs, compared, folder, "compare")
+    return replace(section, tails=_tails([folder / folder_name(label) for label in compared.policies], runs))
+
+
+LEAST_OF_TAIL = 20
+"""Completed requests from which on a run's slowest hundredth is told."""
+
+
+def _tails(folders: Sequence[Path], runs: Sequence[FigureRun]) -> list[tuple[str, Tail]]:
+    """Those beyond the 99th percentile of TTFT in each run that kept a timeline, and requests one by one."""
+    return [
+        (run.label, tail_of(folder))
+        for folder, run in zip(folders, runs, strict=True)
+        if (folder / TIMELINE_FILE).is_file()
+        and run.result.request_ids is not UNSET
+        and run.result.completed >= LEAST_OF_TAIL
+    ]
 
 
 def _shown(value: float | None) -> str:

@@ -1,0 +1,381 @@
+"""`kvtwin explain --slowest` and `--beyond`: what the slowest requests waited for beside all others, and what ran then.
+
+Causes are told by the timeline: what each engine's iterations were bound by while a request waited. Without one, a
+result says how long requests were in the queue and behind it, and what else was running then.
+"""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from msgspec import UNSET
+from numpy.typing import NDArray
+
+from sim.errors import UserError
+from sim.results.figures.style import seconds_text
+from sim.results.result import RESULT_FILE, read_result
+from sim.results.schema import Result
+from sim.results.time_use import LIMIT_NAMES
+from sim.results.timeline import ITERATIONS, TIMELINE_FILE, TraceEvent, read_timeline
+
+Array = NDArray[np.float64]
+METRICS = {"ttft": "TTFT", "e2el": "end-to-end latency"}
+DEFAULT_PERCENTILE = 99.0
+MOST_NEIGHBOURS = 5
+LEAST_S = 1e-6
+"""Causes that took less, of the set and of all others, are not listed."""
+CLUSTERED = 0.75
+"""Share of a set whose shortest span of arrivals is told."""
+DENSE = 0.5
+"""Share of the run below which such a span is worth telling."""
+RUNNING, QUEUED = "computing, beside others", "in the queue"
+UNDER_WAY = "the rest of the iteration that ran as it came"
+FRONT_END = "HTTP and tokeniser"
+DECODING, BEHIND_PROMPTS = "decoding", "others' prompts, while it could have decoded"
+NOT_ITS_TURN = "not the engine's turn to look"
+
+
+@dataclass(frozen=True)
+class Neighbour:
+    """A request that ran while those of the set waited.
+
+    `waits_s` of their waits passed while it ran, in all; `share` is its part of the tokens that ran then.
+    """
+
+    request_id: int
+    prompt_tokens: int
+    output_tokens: int
+    waits_s: float
+    share: float
+
+
+@dataclass(frozen=True)
+class Tail:
+    """The slowest requests of a run beside the others.
+
+    Attributes:
+        metric: of `METRICS`.
+        ids: of the set, slowest first.
+        values_s, others_s: the metric of the set and of all others, s.
+        causes: by cause, mean seconds in the set and among all others, largest difference first.
+        prompt_tokens: mean of the set and of all others.
+        span_s: begin and length of the shortest span in which three quarters of the set arrived, s.
+        run_s: from the first arrival to the last.
+        has_timeline: whether causes are told apart.
+    """
+
+    metric: str
+    ids: list[int]
+    values_s: Array
+    others_s: Array
+    causes: list[tuple[str, float, float]]
+    prompt_tokens: tuple[float, float]
+    span_s: tuple[float, float]
+    run_s: float
+    neighbours: list[Neighbour]
+    has_timeline: bool
+
+
+@dataclass(frozen=True)
+class _Requests:
+    """Of those completed: ids and times on the clients' clock, s; shape (requests,)."""
+
+    ids: NDArray[np.int64]
+    arrival_s: Array
+    queue_s: Array
+    ttft_s: Array
+    e2el_s: Array
+    prompts: Array
+    outputs: Array
+
+
+def tail_of(folder: Path, *, slowest: int | None = None, beyond: float | None = None, metric: str = "ttft") -> Tail:
+    """The tail of a saved run: its `slowest` requests, or those `beyond` a percentile of the metric.
+
+    Raises:
+        UserError: no such run, one without requests one by one, or a set that is empty or everything.
+    """
+    path = folder / RESULT_FILE
+    if not path.is_file():
+        raise UserError(f"{folder}: no {RESULT_FILE}; give the folder of one run (of compare, that of a policy)")
+    timeline = folder / TIMELINE_FILE
+    return tail(
+        read_result(path), read_timeline(timeline) if timeline.is_file() else None, path, slowest=slowest,
+        beyond=beyond, metric=metric,
+    )  # fmt: skip
+
+
+def tail(
+    result: Result,
+    events: Sequence[TraceEvent] | None,
+    path: Path,
+    *,
+    slowest: int | None = None,
+    beyond: float | None = None,
+    metric: str = "ttft",
+) -> Tail:
+    """As `tail_of`, of a result and its timeline's events."""
+    requests = _requests(result, path)
+    values_s = requests.ttft_s if metric == "ttft" else requests.e2el_s
+    count = len(values_s)
+    # Those above the percentile, which ties may leave empty: then the slowest alone.
+    size = slowest
+    if size is None:
+        size = max(1, int((values_s > np.percentile(values_s, DEFAULT_PERCENTILE if beyond is None else beyond)).sum()))
+    if not 1 <= size < count:
+        remedy = f"give 1 to {count - 1}, to have others beside them"
+        raise UserError(f"--slowest: {size} of {count} completed requests; {remedy}")
+    order = np.argsort(-values_s, kind="stable")
+    chosen, rest = order[:size], order[size:]
+    causes = _causes(requests, events, metric)
+    rows = [(name, float(seconds[chosen].mean()), float(seconds[rest].mean())) for name, seconds in causes.items()]
+    rows = [row for row in rows if max(row[1:]) >= LEAST_S]
+    arrivals = np.sort(requests.arrival_s[chosen])
+    most = max(0, int(np.ceil(CLUSTERED * size)) - 1)
+    widths = arrivals[most:] - arrivals[: size - most]
+    first = int(np.argmin(widths))
+    return Tail(
+        metric,
+        [int(i) for i in requests.ids[chosen]],
+        values_s[chosen],
+        values_s[rest],
+        sorted(rows, key=lambda row: row[2] - row[1]),
+        (float(requests.prompts[chosen].mean()), float(requests.prompts[rest].mean())),
+        (float(arrivals[first]), float(widths[first])),
+        float(np.ptp(requests.arrival_s)),
+        _neighbours(requests, chosen),
+        events is not None,
+    )
+
+
+def _requests(result: Result, path: Path) -> _Requests:
+    if result.request_ids is UNSET:
+        raise UserError(f"{path}: {result.per_request}; explain reads runs of up to 100,000 requests")
+    done = np.array([not error for error in result.errors or ()], bool)
+    columns: list[Any] = [result.request_ids, result.start_times, result.queue_times, result.ttfts, result.latencies]
+    columns += [result.input_lens, result.output_lens]
+    found = [np.asarray(column)[done] for column in columns]
+    if len(found[0]) < 2:
+        raise UserError(f"{path}: {len(found[0])} completed requests have no others beside them")
+    return _Requests(found[0], *(np.asarray(column, float) for column in found[1:]))
+
+
+def _causes(requests: _Requests, events: Sequence[TraceEvent] | None, metric: str) -> dict[str, Array]:
+    """Seconds of each request up to its first or last token, by cause; together they are the metric."""
+    queue_s, total_s = requests.queue_s, requests.ttft_s if metric == "ttft" else requests.e2el_s
+    found: dict[str, Array] = {QUEUED: queue_s.copy(), RUNNING: requests.ttft_s - queue_s}
+    if metric != "ttft":
+        found[DECODING] = total_s - requests.ttft_s
+    if events is None:
+        return found
+    engines, scheduled_s, ended_s, away = _timeline(requests, events)
+    found |= {FRONT_END: requests.arrival_s + queue_s - scheduled_s, UNDER_WAY: np.zeros_like(queue_s)}
+    found[QUEUED] = scheduled_s - requests.arrival_s
+    for engine, own in engines:
+        begin_s, end_s = requests.arrival_s[own], scheduled_s[own]
+        # Decided before it came: it waits for the iteration's end.
+        place = np.searchsorted(engine.start_s, begin_s, side="right") - 1
+        inside = (place >= 0) & (engine.start_s[place] < begin_s) & (engine.end_s[place] > begin_s)
+        from_s = np.minimum(np.where(inside, engine.next_end_s(place, begin_s), begin_s), end_s)
+        found[UNDER_WAY][own] = from_s - begin_s
+        for limit in engine.limits:
+            name = LIMIT_NAMES.get(limit, NOT_ITS_TURN)
+            seconds = engine.seconds(from_s, end_s, engine.limit == limit)
+            found.setdefault(name, np.zeros_like(queue_s))[own] += seconds
+        if metric != "ttft":
+            first_s = ended_s[own] - (total_s - requests.ttft_s)[own]
+            others_s = engine.seconds(first_s, ended_s[own], engine.decodes == 0)
+            found.setdefault(BEHIND_PROMPTS, np.zeros_like(queue_s))[own] += others_s
+            found[DECODING][own] -= others_s
+    for name, spans in away.items():
+        if spans.behind_first and metric == "ttft":
+            continue
+        rows, begin_s, end_s = np.array(spans.rows), np.array(spans.begin_s), np.array(spans.end_s)
+        inside = DECODING if spans.behind_first else RUNNING
+        np.add.at(found.setdefault(name, np.zeros_like(queue_s)), rows, end_s - begin_s)
+        np.add.at(found[inside], rows, begin_s - end_s)
+        for engine, own in engines if spans.behind_first else ():
+            # What is away waits for that, not for the prompts of others.
+            here = np.isin(rows, own)
+            others_s = engine.seconds(begin_s[here], end_s[here], engine.decodes == 0)
+            np.add.at(found[BEHIND_PROMPTS], rows[here], -others_s)
+            np.add.at(found[DECODING], rows[here], others_s)
+    told = sum((seconds for name, seconds in found.items() if name in {*LIMIT_NAMES.values(), NOT_ITS_TURN, UNDER_WAY}))
+    found[QUEUED] = found[QUEUED] - told
+    return found
+
+
+@dataclass(frozen=True)
+class _Engine:
+    """An engine's iterations in order: begin and end, s, what kept the next request from starting, and decodes."""
+
+    start_s: Array
+    end_s: Array
+    limit: NDArray[np.str_]
+    decodes: Array
+    iterations: Array
+    """Like ones that stand as one."""
+
+    def next_end_s(self, place: NDArray[np.int64], at_s: Array) -> Array:
+        """When the iteration ended that ran at a moment within those at `place`, as if all there lasted as long."""
+        start_s, end_s = self.start_s[place], self.end_s[place]
+        each_s = (end_s - start_s) / self.iterations[place]
+        return np.minimum(end_s, start_s + np.ceil((at_s - start_s) / each_s) * each_s)
+
+    @property
+    def limits(self) -> list[str]:
+        return sorted(set(self.limit.tolist()))
+
+    def seconds(self, begin_s: Array, end_s: Array, which: NDArray[np.bool_]) -> Array:
+        """Seconds between two moments that iterations of a kind took."""
+        at_s = np.column_stack([self.start_s, self.end_s]).ravel()
+        lasted = np.where(which, self.end_s - self.start_s, 0.0)
+        passed = np.column_stack([np.cumsum(lasted) - lasted, np.cumsum(lasted)]).ravel()
+        return np.maximum(0.0, np.interp(end_s, at_s, passed) - np.interp(begin_s, at_s, passed))
+
+
+@dataclass(frozen=True)
+class _Away:
+    """Spans in which requests were away from the batch for one reason: their places, begin and end, s."""
+
+    behind_first: bool
+    """Whether they lie behind the first token."""
+    rows: list[int] = field(default_factory=list)
+    begin_s: list[float] = field(default_factory=list)
+    end_s: list[float] = field(default_factory=list)
+
+
+def _timeline(
+    requests: _Requests, events: Sequence[TraceEvent]
+) -> tuple[list[tuple[_Engine, NDArray[np.int64]]], Array, Array, dict[str, _Away]]:
+    """Engines with the places of their requests, when each request was scheduled and ended (on the engine's clock),
+    and spans away from the batch by name."""
+    place = {int(ident): i for i, ident in enumerate(requests.ids)}
+    steps: dict[int, list[dict[str, Any]]] = defaultdict(list)
+    spans: dict[tuple[int, str], float] = {}
+    scheduled_s, ended_s = requests.arrival_s + requests.queue_s, requests.arrival_s + requests.e2el_s
+    phases: list[tuple[int, str, float, float]] = []
+    for event in events:
+        if event["ph"] == "X" and event["tid"] == ITERATIONS and "args" in event:
+            steps[int(str(event["pid"]))].append(event)
+        elif event.get("cat") == "request" and event["ph"] in ("b", "e") and event["id"] in place:
+            i, name, at_s = place[int(str(event["id"]))], str(event["name"]), float(str(event["ts"])) / 1e6
+            if event["ph"] == "b":
+                spans[i, name] = at_s
+            else:
+                phases.append((i, name, spans.pop((i, name)), at_s))
+    first_s = ended_s.copy()
+    for i, name, begin_s, end_s in phases:
+        if name == "queue":
+            scheduled_s[i] = end_s
+        elif name == "decode":
+            first_s[i], ended_s[i] = begin_s, end_s
+    away: dict[str, _Away] = {}
+    for i, name, begin_s, end_s in phases:
+        if name not in ("queue", "prefill", "decode"):
+            behind = begin_s >= first_s[i]
+            spans_of = away.setdefault(f"{name}, after the first token" if behind else name, _Away(behind))
+            spans_of.rows.append(i)
+            spans_of.begin_s.append(begin_s)
+            spans_of.end_s.append(end_s)
+    seen: set[int] = set()
+    engines = []
+    for own in steps.values():
+        own.sort(key=lambda step: step["ts"])
+        admitted = [place[i] for step in own for i in step["args"]["admitted"] if i in place and i not in seen]
+        admitted = list(dict.fromkeys(admitted))
+        seen.update(int(requests.ids[i]) for i in admitted)
+        start_s = np.array([step["ts"] for step in own]) / 1e6
+        end_s = start_s + np.array([step["dur"] for step in own]) / 1e6
+        limits = np.array([step["args"]["limit"] for step in own])
+        decodes = np.array([step["args"]["decodes"] for step in own], float)
+        iterations = np.array([step["args"]["iterations"] for step in own], float)
+        engines.append((_Engine(start_s, end_s, limits, decodes, iterations), np.array(admitted, np.int64)))
+    return engines, scheduled_s, ended_s, away
+
+
+def _neighbours(requests: _Requests, chosen: NDArray[np.int64]) -> list[Neighbour]:
+    """Those that ran while the set waited, most tokens times seconds first."""
+    begin_s, end_s = requests.arrival_s + requests.queue_s, requests.arrival_s + requests.e2el_s
+    waits_s = np.zeros(len(begin_s))
+    for i in chosen:
+        # Until it was scheduled itself.
+        overlap = np.minimum(end_s, begin_s[i]) - np.maximum(begin_s, requests.arrival_s[i])
+        waits_s += np.maximum(0.0, overlap)
+    weight = waits_s * (requests.prompts + requests.outputs / 2)
+    total = float(weight.sum())
+    order = np.argsort(-weight, kind="stable")[:MOST_NEIGHBOURS]
+    return [
+        Neighbour(
+            int(requests.ids[j]), int(requests.prompts[j]), int(requests.outputs[j]), float(waits_s[j]),
+            float(weight[j]) / total,
+        )
+        for j in order
+        if weight[j] > 0.0
+    ]  # fmt: skip
+
+
+def sentences(found: Tail) -> list[str]:
+    """The tail in sentences and a table of causes."""
+    lines = head_sentences(found)
+    rows = cause_rows(found)
+    if rows:
+        width = max(len(cause) for cause, *_ in rows)
+        rows.insert(0, ("mean time a request", "these", "others", "more"))
+        lines += ["", *(f"{cause:<{width}}  {own:>9}  {other:>9}  {more:>9}" for cause, own, other, more in rows), ""]
+    lines += neighbour_sentences(found)
+    if not found.has_timeline:
+        lines.append(f"What bound the engine meanwhile is in {TIMELINE_FILE}: run it again with --timeline.")
+    return lines
+
+
+def cause_rows(found: Tail) -> list[tuple[str, str, str, str]]:
+    """Of each cause its mean time in the set, among the others, and what the set has more."""
+    return [
+        (cause, _time(own_s), _time(other_s), ("-" if own_s < other_s else "") + _time(abs(own_s - other_s)))
+        for cause, own_s, other_s in found.causes
+    ]
+
+
+def head_sentences(found: Tail) -> list[str]:
+    """Which requests they are, and when they came."""
+    count, others = len(found.ids), len(found.others_s)
+    name = METRICS[found.metric]
+    lines = [
+        f"The {count:,} of {count + others:,} requests with the longest {name}: {_time(found.values_s.min())} to "
+        f"{_time(found.values_s.max())}, {_time(found.values_s.mean())} in the mean; the others' mean is "
+        f"{_time(found.others_s.mean())}."
+    ]
+    shown = ", ".join(map(str, found.ids[:10])) + (", ..." if count > 10 else "")
+    own_tokens, other_tokens = found.prompt_tokens
+    lines.append(
+        f"They are {shown}, with {own_tokens:,.0f} tokens of prompt in the mean; the others have {other_tokens:,.0f}."
+    )
+    if count > 2 and found.span_s[1] < DENSE * CLUSTERED * found.run_s:
+        begin_s, length_s = found.span_s
+        lines.append(
+            f"Three quarters of them arrived within {_time(length_s)} from {begin_s:,.1f} s on; all arrivals take "
+            f"{_time(found.run_s)}."
+        )
+    return lines
+
+
+def neighbour_sentences(found: Tail) -> list[str]:
+    """Which requests ran while they waited."""
+    if not found.neighbours:
+        return []
+    return [
+        "While they waited, these ran, by the tokens that they held and for how long:",
+        *(
+            f"  request {one.request_id}: {one.prompt_tokens:,} tokens of prompt, {one.output_tokens:,} of output, "
+            f"beside {_time(one.waits_s)} of the waits, {one.share:.0%} of the token-seconds"
+            for one in found.neighbours
+        ),
+    ]
+
+
+def _time(seconds: float) -> str:
+    return seconds_text(float(seconds)).replace("\xa0", " ")
