@@ -201,6 +201,9 @@ class Running(Batching):
         """Whether a victim's blocks are free at once; else none is preempted."""
         return True
 
+    def preempt(self, seq: Sequence, plan: IterationPlan) -> None:
+        self._preempt(seq, plan, 0)
+
     def _preempt(self, victim: Sequence, plan: IterationPlan, scheduled: int) -> None:
         """Take a running sequence out. `scheduled` of its tokens were in this step: vLLM has hashed them."""
         scheduler, batch = self.scheduler, self.batch

@@ -318,9 +318,13 @@ class Park(Recompute):
     def _recompute(self, seq: Sequence) -> None:
         """A member gives up its blocks, and is to be computed again."""
         scheduler = self.scheduler
+        # What is in flight of it fills no block that could be hit.
+        unknown = scheduler.num_unknown(seq)
         scheduler.take_out(seq)
         scheduler.counters.preemptions += 1
+        seq.num_tokens -= unknown
         scheduler.recompute(seq)
+        seq.num_tokens += unknown
         scheduler.changed = True
         self.order.put_back([seq])
         self.tally["recomputed_sequences"] += 1
