@@ -24,7 +24,7 @@ from sim.errors import UserError
 from sim.options.policies import options_of, parse_policy
 from sim.options.scenario import Scenario, build_scenario
 from sim.options.values import option_fields
-from sim.results.comparison_sentences import sentences
+from sim.results.comparison_sentences import engine_sentences, sentences
 from sim.results.metrics import ENGINE_COLUMNS, TABLE_COLUMNS
 from sim.results.report import METRICS, metric_values
 from sim.results.result import RESULT_FILE, SERIES_FILE, assemble, read_result
@@ -66,7 +66,7 @@ __all__ = [
 ENGINE = "engine"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class RunResult:
     """One run.
 
@@ -91,12 +91,19 @@ class RunResult:
         """The metrics of `kvtwin compare` by key; NaN where the run has none."""
         return pd.Series(metric_values(self.result), name=self.label, dtype=float)
 
+    def __repr__(self) -> str:
+        return repr(self.result).replace("Result", "RunResult", 1)
+
+    def _repr_html_(self) -> str:
+        """A notebook shows the metrics."""
+        return ComparisonResult((self,))._repr_html_()
+
     def figure(self, name: str) -> "Figure":
         """One figure of this run: `ttft_tpot`, `queueing`, `memory`, `lanes` or, of several engines, `engines`."""
         return _drawn(name, [self])
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class ComparisonResult:
     """Several policies on the same traffic, in order; the first is what the others are compared with."""
 
@@ -110,8 +117,18 @@ class ComparisonResult:
 
     @property
     def sentences(self) -> list[str]:
-        """What differs from the first policy, a paragraph for each further one."""
-        return sentences([run.result for run in self.runs])
+        """Which engines they ran on, then what differs from the first policy, a paragraph for each further one."""
+        results = [run.result for run in self.runs]
+        return [*engine_sentences(results), *sentences(results)]
+
+    def __repr__(self) -> str:
+        return f"<ComparisonResult: {', '.join(map(repr, self.runs))}>"
+
+    def _repr_html_(self) -> str:
+        """A notebook shows the table."""
+        table = self.table
+        table.index.name = None
+        return table.to_html(float_format="{:,.4g}".format, na_rep="-")
 
     def figure(self, name: str) -> "Figure":
         """One figure of all runs, as `RunResult.figure` has it."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from sim.study.regimes import Regimes
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class SweepResult:
     """The runs of a study.
 
@@ -36,6 +37,14 @@ class SweepResult:
 
     table: pd.DataFrame
     study: Study
+
+    def __repr__(self) -> str:
+        failed = len(self.table.dropna(subset=["error"]))
+        return f"<SweepResult over {', '.join(self.study.axes)}: {len(self.table):,} runs, {failed} failed>"
+
+    def _repr_html_(self) -> str:
+        """A notebook shows the means."""
+        return self.means.to_html(index=False, na_rep="-", max_rows=60)
 
     @property
     def means(self) -> pd.DataFrame:
@@ -82,7 +91,7 @@ def sweep(
     return SweepResult(tidy(found, places), found)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class TuneResult:
     """The answer of a search.
 
@@ -91,6 +100,13 @@ class TuneResult:
     """
 
     tuned: Tuned
+
+    def __repr__(self) -> str:
+        return f"<TuneResult: {self.text.splitlines()[0]}>"
+
+    def _repr_html_(self) -> str:
+        """A notebook shows the answer in sentences."""
+        return f"<pre>{escape(self.text)}</pre>"
 
     @property
     def table(self) -> pd.DataFrame:
@@ -132,7 +148,7 @@ def tune(
         return TuneResult(search(asked, Path(out), Means(backend, address, jobs, max_seconds)))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class MapResult:
     """Which policy wins where.
 
@@ -143,6 +159,9 @@ class MapResult:
 
     sweep: SweepResult
     regimes: "Regimes"
+
+    def __repr__(self) -> str:
+        return f"<MapResult: {self.text.splitlines()[0]}>"
 
     @property
     def text(self) -> str:

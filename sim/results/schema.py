@@ -179,6 +179,18 @@ class Result(Struct, kw_only=True, frozen=True):
     itls: list[list[float]] | UnsetType = UNSET
     """For each request the gaps between its tokens, s. Absent too without `--save-detailed`."""
 
+    def __repr__(self) -> str:
+        """One line: thousands of arrays' entries tell nobody anything."""
+        times = ((name, getattr(self, f"mean_{name}_ms"), getattr(self, f"p99_{name}_ms")) for name in ("ttft", "tpot"))
+        told = [
+            f"{name.upper()} mean {mean:,.1f} ms, P99 {p99:,.1f} ms" for name, mean, p99 in times if mean is not None
+        ]
+        if self.goodput_attainment is not None:
+            told.append(f"SLOs met by {self.goodput_attainment:.1%}")
+        if not self.complete:
+            told.append("ended early")
+        return f"<{type(self).__name__} of {self.policy}: {'; '.join([f'{self.completed:,} requests', *told])}>"
+
 
 class Bounds(Struct, kw_only=True, frozen=True):
     """What no scheduler exceeds, and runs with one limit of the machine lifted."""

@@ -35,6 +35,15 @@ def test_a_run_in_python_is_the_command_lines(tmp_path):
     pd.testing.assert_frame_equal(run.series, saved.series, rtol=1e-8, check_dtype=False)
 
 
+def test_results_show_themselves_in_a_line_and_in_a_notebook_as_a_table():
+    both = kvtwin.compare(CROWD, ["vllm-v1", "layerkv"])
+    for shown in (both.runs[0], both.runs[0].result, both):
+        assert "vllm-v1: 60 requests; TTFT mean" in repr(shown) and "SLOs met by" in repr(shown)
+        assert len(repr(shown)) < 400 and "\n" not in repr(shown)
+    assert "<th>layerkv</th>" in both._repr_html_() and "Mean TTFT (ms)" in both.runs[0]._repr_html_()
+    assert both.sentences[0] == "All on the engine vllm-v1-async."
+
+
 def test_the_tables_agree_with_the_result():
     run = kvtwin.simulate(CROWD, "vllm-recompute")
     assert len(run.requests) == run.result.num_prompts == 60
@@ -64,7 +73,7 @@ def test_a_comparison_has_metrics_by_policy_sentences_and_figures():
     ttft = both["layerkv:slo-aware=false"].result.mean_ttft_ms
     assert both.table.loc["Mean TTFT (ms)", "layerkv:slo-aware=false"] == ttft
     assert set(both.table.loc["Host KV memory (GiB/GPU)"]) == {256.0}
-    assert len(both.sentences) == 1
+    assert len(both.sentences) == 2
     assert all(isinstance(both.figure(name), Figure) for name in ("ttft_tpot", "queueing", "memory", "lanes"))
 
 
