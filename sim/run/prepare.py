@@ -319,7 +319,7 @@ def _engine_profile(
 
     Unless asked otherwise one engine prices all policies, so that they differ in themselves alone: that of the server
     to which the profile was fitted, else today's vLLM. Its host time is hidden behind the GPU, except on a CPU, in
-    pipelines, and where a unified scheduler was told to work between iterations.
+    pipelines, and where a scheduler of today was told to work between iterations.
     """
     form = scenario.cost_form or profile.form
     if form not in FORMS_WITH_ENGINE:
@@ -333,7 +333,7 @@ def _engine_profile(
     if name == OF_POLICY:
         name = policy.own_engine_profile
     elif name is None:
-        is_serial = hardware.name == "cpu" or pp > 1 or (policy.is_unified and not policy.schedules_ahead)
+        is_serial = hardware.name == "cpu" or pp > 1 or policy.own_engine_profile == TODAYS_SERIAL
         name = TODAYS_SERIAL if is_serial else TODAYS
     found = load_engine_profile(name).measured_by(profile)
     if policy.schedules_ahead and found.host == "serial":

@@ -255,6 +255,7 @@ def test_one_engine_prices_all_policies_unless_each_is_to_have_its_own(tmp_path)
     own = [engine(name, engine_profile="own") for name in ("layerkv", "vllm-v1", "vllm-v1:async-scheduling=false")]
     assert own == ["vllm-0.5", "vllm-v1-async", "vllm-v1"]
     assert engine("vllm-recompute", pipeline_parallel_size=2) == "vllm-v1"
+    assert engine("sglang:disable-overlap-schedule=true") == engine("vllm-v1:async-scheduling=false") == "vllm-v1"
     fitted = msgspec.structs.replace(load_profile("a100-80g-imported"), name="mine", engine_profile="vllm-0.5")
     (path := tmp_path / "mine.json").write_bytes(fitted.to_json())
     assert [engine(name, profile=str(path)) for name in ("layerkv", "vllm-v1")] == ["vllm-0.5"] * 2

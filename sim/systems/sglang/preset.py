@@ -16,6 +16,7 @@ Assumed:
 from dataclasses import dataclass
 from typing import ClassVar
 
+from sim.cost.engine_profile import TODAYS, TODAYS_SERIAL
 from sim.errors import UserError
 from sim.systems.base import Asked, EngineLimits, Policy
 from sim.systems.sglang.options import SglangOptions
@@ -52,9 +53,9 @@ class Sglang(SglangOptions, Policy):
         return not self.disable_overlap_schedule
 
     @property
-    def engine_profile(self) -> str:
+    def own_engine_profile(self) -> str:
         # The host of vLLM v1 is the nearest that is known (docs/policies.md).
-        return "vllm-v1-async" if self.schedules_ahead else "vllm-v1"
+        return TODAYS if self.schedules_ahead else TODAYS_SERIAL
 
     def told(self, block_size: int | None) -> dict[str, int | bool]:
         page = self.page_size or block_size or self.default_block_size
