@@ -29,7 +29,7 @@ LEAST_LOAD_TOKENS = 10
 class Held:
     """What one sequence has of the tree: its first `protected` pages, up to `node`."""
 
-    __slots__ = ("counted", "fed_last", "keys", "match", "node", "protected")
+    __slots__ = ("counted", "fed_last", "keys", "known_tokens", "match", "node", "protected")
 
     def __init__(self, keys: tuple[int, ...], match: Match) -> None:
         self.keys = keys
@@ -37,6 +37,8 @@ class Held:
         """When it was looked up last."""
         self.node = match.node
         self.protected = self.counted = 0
+        self.known_tokens = 0
+        """Its tokens when it was last looked at to be admitted: SGLang preempts for no more than these."""
         self.fed_last = False
         """Its last token, a stop, was fed before it was known to be one."""
 
@@ -117,6 +119,12 @@ class TreeMemory(Memory):
 
     def look_up(self, seq: Sequence, *, is_next: bool = True) -> None:
         self.search(seq, seq.num_tokens - 1)
+        self._held[seq].known_tokens = seq.num_tokens
+
+    def touch(self, seq: Sequence) -> None:
+        """What it would hit counts as used; when it was looked up last stays as it was."""
+        held = self.held(seq)
+        self.tree.match(held.keys, min(seq.num_tokens // self.block_size, len(held.keys)))
 
     def cached_tokens(self, seq: Sequence) -> int:
         found = self._held.get(seq)
@@ -266,7 +274,8 @@ class TreeMemory(Memory):
         self.tree.unlock(held.node)
         self._settle()
         seq.num_blocks = 0
-        held.node, held.protected = self.tree.root, 0
+        root = self.tree.root
+        held.node, held.protected, held.match = root, 0, Match(root, 0, root, 0)
         if seq.status is not Status.WAITING:
             self.forget(seq)
         self.scheduler.changes.append(make_release((seq,)))

@@ -173,9 +173,9 @@ class PrefillPass:
     # -- for the sake of the more urgent -------------------------------------------------------------------------------
 
     def lacking(self, seq: Sequence) -> float:
-        """Tokens that `seq` lacks room for."""
-        match = self._memory.held(seq).match
-        return seq.num_tokens - match.pages * self.page + self._answer(seq) - self._room
+        """Tokens that `seq` lacks room for, by its tokens and hits when it was last looked at; at first none."""
+        held = self._memory.held(seq)
+        return held.known_tokens - held.match.pages * self.page + self._answer(seq) - self._room
 
     def give_back(self, seq: Sequence) -> None:
         """`seq`, which runs, is preempted."""

@@ -105,7 +105,7 @@ class SglangQueue(Order):
         self._num_looks += 1
         if self._num_looks % TOUCH_INTERVAL == 1:
             for seq in reversed(self._queue[:MOST_MATCHED]):
-                memory.search(seq, seq.num_tokens)
+                memory.touch(seq)
 
     def _sort_by_prefix(self) -> None:
         memory, size = self._memory, self._memory.block_size
