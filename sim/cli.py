@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from sim.errors import UserError
 from sim.files import folder_name
-from sim.options.flags import add_bound_flags, add_flags, asked_values, read_options
+from sim.options.flags import add_bound_flags, add_flags, asked_values, read_options, taken
+from sim.options.scenario import Outputs
 from sim.options.scenario_file import write_asked
 from sim.run.folders import renewing, settle
 from sim.run.interrupts import INTERRUPTED
@@ -129,7 +130,17 @@ def run_command(arguments: argparse.Namespace) -> int:
         write_asked(new.place, asked_values(arguments, DEFAULT_POLICY))
         draw_result(run, result, new.place, outputs)
         new.whole = result.complete
-    return print_result(run, result, new.home, outputs)
+    status = print_result(run, result, new.home, outputs)
+    _tell_taken(arguments, outputs, status)
+    return status
+
+
+def _tell_taken(arguments: argparse.Namespace, outputs: Outputs, status: int) -> None:
+    """Of a run that ended well: a refusal is one line."""
+    told = taken(asked_values(arguments))
+    if told and not status and not outputs.quiet:
+        sys.stdout.flush()
+        print(f"kvtwin: {told}", file=sys.stderr)
 
 
 def compare_command(arguments: argparse.Namespace) -> int:
@@ -190,4 +201,5 @@ def compare_command(arguments: argparse.Namespace) -> int:
         tell_end(ended[0], new.home / ended[1])
     if not outputs.quiet:
         print_comparison(results, new.home, bounds, figures=drawing is not None)
+    _tell_taken(arguments, outputs, status)
     return status

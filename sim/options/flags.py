@@ -97,6 +97,24 @@ def _add_policy_flags(parser: argparse.ArgumentParser, name: str) -> None:
         _add_flag(group, option.full_name, option.hint, text, None)
 
 
+class _OneSpelling(argparse.Action):
+    """Stores a value; refuses two spellings of one option, of which the last would count silently."""
+
+    spelled = ""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,  # noqa: ANN401
+        option_string: str | None = None,
+    ) -> None:
+        if self.spelled not in ("", option_string):
+            parser.error(f"{self.spelled} and {option_string} are one option; keep one")
+        self.spelled = option_string or ""
+        setattr(namespace, self.dest, values)
+
+
 def _add_flag(
     target: Any,  # noqa: ANN401
     name: str,
@@ -115,7 +133,17 @@ def _add_flag(
         return target.add_argument(*flags, choices=get_args(kind), default=None, help=text)
     if get_origin(kind) is tuple:
         return target.add_argument(*flags, nargs="+", action="extend", default=None, help=text, metavar="WORD")
-    return target.add_argument(*flags, dest=name, default=None, help=text, metavar=metavar or name.upper())
+    action = "store" if alias is None else _OneSpelling
+    return target.add_argument(
+        *flags, action=action, dest=name, default=None, help=text, metavar=metavar or name.upper()
+    )
+
+
+def taken(values: dict[str, Any]) -> str:
+    """What counts for the model and the GPU where neither flags nor a file name them; empty where they do."""
+    plain = Scenario(workload="fixed")
+    left = [f"{flag(name)} {getattr(plain, name)}" for name in BUILT_IN if values.get(name) is None]
+    return f"taken, as not given: {', '.join(left)}" if left else ""
 
 
 def asked_values(arguments: argparse.Namespace, default: str | None = None) -> dict[str, Any]:

@@ -479,3 +479,20 @@ def test_quantization_halves_the_weights_of_projections_and_nothing_else(tmp_pat
     assert runs[1]["mean_tpot_ms"] < runs[0]["mean_tpot_ms"]
     with pytest.raises(UserError, match=r"--quantization fp8: llama-3.1-8b has weights of 0.5 bytes already"):
         msgspec.structs.replace(plain, mlp_dtype_bytes=0.5).with_quantization("fp8")
+
+
+def test_two_spellings_of_one_option_are_refused(tmp_path, capsys):
+    """The last would count silently."""
+    words = ["run", "--workload", "fixed", "--tp", "1", "--tensor-parallel-size", "2", "--out", str(tmp_path / "out")]
+    with pytest.raises(SystemExit):
+        kvtwin.main(words)
+    assert "--tp and --tensor-parallel-size are one option; keep one" in capsys.readouterr().err
+
+
+def test_the_model_and_the_gpu_that_were_taken_are_told(tmp_path, capsys):
+    words = ["run", "--workload", "fixed", "--num-prompts", "2", "--request-rate", "1", "--no-figures", "--out"]
+    assert kvtwin.main([*words, str(tmp_path / "out")]) == 0
+    assert "taken, as not given: --model llama-2-7b, --gpu a100-80g" in capsys.readouterr().err
+    for more in (["--model", "llama-2-7b", "--gpu", "a100-80g"], ["--quiet"]):
+        assert kvtwin.main([*words, str(tmp_path / "other"), *more]) == 0
+        assert "taken" not in capsys.readouterr().err

@@ -3,6 +3,7 @@
 import pytest
 
 from sim.errors import UserError
+from sim.specs import models
 from sim.specs.models import built_in_models, load_model
 
 PARAMETERS = {
@@ -110,3 +111,16 @@ def test_an_unknown_name_gets_the_nearest_right_one_and_the_list(name, right):
 def test_absurd_names_are_refused_in_one_line(name):
     with pytest.raises(UserError, match="neither a built-in name nor an existing path"):
         load_model(name)
+
+
+def test_a_model_may_be_called_as_on_the_hub(tmp_path, monkeypatch):
+    """Where that is a shipped one; a folder of that name comes first, and what others publish is not taken for it."""
+    assert load_model("Qwen/Qwen3-32B") == load_model("qwen3-32b")
+    assert set(models.HUB.values()) <= set(built_in_models())
+    with pytest.raises(UserError, match=r"did you mean 'qwen3-32b'"):
+        load_model("somebody/Qwen3-32B-long")
+    folder = tmp_path / "Qwen" / "Qwen3-32B"
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text((models.BUILT_IN / "qwen3-8b.json").read_text())
+    monkeypatch.chdir(tmp_path)
+    assert load_model("Qwen/Qwen3-32B").num_layers == load_model("qwen3-8b").num_layers
