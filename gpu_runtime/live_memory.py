@@ -109,13 +109,13 @@ def fit_to_machine(scenario: Scenario, policy: Policy, device: str, decoder: Dec
     Args:
         decoder: what computes; None: nothing does.
     """
+    memory = policy.names["memory"]
+    if not MEMORIES[memory].runs_live:
+        raise UserError(f"--policy {policy.name}: runs on a device cannot have memory={memory} yet: simulate it")
     if policy.schedules_ahead:
         raise UserError("--async-scheduling: runs on a device are not scheduled ahead yet; leave it out")
     if options_among((policy, *policy.mixed_options), OffloadOptions).offloads:
         raise UserError("--kv-offloading-size: runs on a device keep no prefixes on the host yet; leave it out")
-    memory = policy.names["memory"]
-    if not MEMORIES[memory].runs_live:
-        raise UserError(f"--policy {policy.name}: runs on a device cannot have memory={memory} yet: simulate it")
     setup = prepare(scenario, "", policy)
     if setup.policy.schedules_ahead:
         raise UserError(
