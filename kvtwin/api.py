@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pandas as pd
 
+from kvtwin.arguments import names_of, path_of, policies_of, policy_of, scenario_of
 from kvtwin.studies import MapResult, SweepResult, TuneResult, regime_map, sweep, tune
 from sim.cost.changed_profile import profile_named
 from sim.errors import UserError
@@ -156,8 +157,8 @@ def simulate(scenario: Scenario, policy: str | Policy = DEFAULT_POLICY) -> RunRe
     >>> simulate(fixed, "vllm-recompute").requests["output_tokens"].sum()
     np.int64(50)
     """
-    label, preset = _named(policy)
-    setup = prepare(_checked(scenario), label, preset)
+    label, preset = _named(policy_of(policy))
+    setup = prepare(_checked(scenario_of(scenario)), label, preset)
     rows = _Rows()
     try:
         run = execute(build_run(setup, requests_of(setup), table=rows, keep=Recording(series=True)))
@@ -180,6 +181,7 @@ def compare(scenario: Scenario, policies: Sequence[str | Policy]) -> ComparisonR
     >>> list(both.table.columns)
     ['vllm-recompute', 'layerkv']
     """
+    policies, scenario = policies_of(policies), scenario_of(scenario)
     named = [_named(policy) for policy in policies]
     labels = [label for label, _ in named]
     if not labels or len(set(labels)) != len(labels):
@@ -195,7 +197,7 @@ def profile_table(*names: str) -> pd.DataFrame:
     >>> float(table.loc["h2d_bytes_per_s", "h100-imported"]) > 1e10
     True
     """
-    if not names:
+    if not names_of(names):
         raise UserError("profiles: none is named; `kvtwin profile list` has those that are shipped")
     columns: dict[str, dict[str, object]] = {"unit": {}}
     for name in names:
@@ -208,7 +210,7 @@ def profile_table(*names: str) -> pd.DataFrame:
 
 def profile_errors(*names: str) -> pd.DataFrame:
     """Errors of the fits of profiles as they were recorded, a column a profile; shares such as 0.05 for 5 %."""
-    return pd.DataFrame({name: profile_named(name).residuals or {} for name in names})
+    return pd.DataFrame({name: profile_named(name).residuals or {} for name in names_of(names)})
 
 
 def load_result(folder: str | Path) -> RunResult:
@@ -217,7 +219,7 @@ def load_result(folder: str | Path) -> RunResult:
     Raises:
         UserError: the folder holds no result, or files that are none.
     """
-    folder = Path(folder)
+    folder = path_of("folder", folder)
     settle(folder)
     path = folder if folder.name == RESULT_FILE else folder / RESULT_FILE
     result, folder = read_result(path), path.parent

@@ -124,6 +124,8 @@ def run_command(argv: Sequence[str] | None = None) -> int:
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     parser, words = build_parser(), sys.argv[1:] if argv is None else argv
     for word in words:
+        if not isinstance(word, str) or "\0" in word:
+            parser.error(f"{word!r} is no word of a command line")
         if not word.isascii() and word != word.encode(errors="replace").decode():
             parser.error(f"{word!a} is not UTF-8 text, as the results have to be; rename it")
     arguments = parser.parse_args(words)

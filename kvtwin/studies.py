@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
+from kvtwin.arguments import check_means, path_of, study_of
 from sim.errors import UserError
 from sim.options.scenario_file import read_toml
 from sim.run.folders import owning
@@ -55,7 +56,7 @@ class SweepResult:
         """A metric over the axes: `p99_ttft_ms`, or any other numeric column of the table."""
         from sim.study.figures import draw  # noqa: PLC0415
 
-        if metric not in self.table.select_dtypes("number"):
+        if not isinstance(metric, str) or metric not in self.table.select_dtypes("number"):
             raise UserError(f"metric {metric!r} is no numeric column of the table")
         return draw(self.study, self.means, metric)
 
@@ -84,10 +85,11 @@ def sweep(
     Raises:
         UserError: a bad study, every point refused, or a folder that cannot be written or is another's meanwhile.
     """
-    table, where = _read(study)
+    check_means(jobs, max_seconds, address)
+    folder, (table, where) = path_of("out", out), _read(study)
     found = read_study(table, "sweep", where)
-    with owning(Path(out), "out"):
-        places = run_study(found, Path(out), Means(backend, address, jobs, max_seconds, retry_failed))
+    with owning(folder, "out"):
+        places = run_study(found, folder, Means(backend, address, jobs, max_seconds, retry_failed))
     return SweepResult(tidy(found, places), found)
 
 
@@ -143,9 +145,10 @@ def tune(
     Raises:
         UserError: a bad study, every candidate refused, or a folder that cannot be written or is another's meanwhile.
     """
-    asked = read_tune(*_read(study))
-    with owning(Path(out), "out"):
-        return TuneResult(search(asked, Path(out), Means(backend, address, jobs, max_seconds)))
+    check_means(jobs, max_seconds, address)
+    folder, asked = path_of("out", out), read_tune(*_read(study))
+    with owning(folder, "out"):
+        return TuneResult(search(asked, folder, Means(backend, address, jobs, max_seconds)))
 
 
 @dataclass(frozen=True, repr=False)
@@ -192,12 +195,14 @@ def regime_map(
     """
     from sim.study.regimes import read_map  # noqa: PLC0415
 
-    regimes = read_map(*_read(study))
-    with owning(Path(out), "out"):
-        places = run_study(regimes.study, Path(out), Means(backend, address, jobs))
+    check_means(jobs, None, address)
+    folder, regimes = path_of("out", out), read_map(*_read(study))
+    with owning(folder, "out"):
+        places = run_study(regimes.study, folder, Means(backend, address, jobs))
     return MapResult(SweepResult(tidy(regimes.study, places), regimes.study), regimes)
 
 
 def _read(study: str | Path | Mapping[str, Any]) -> tuple[Mapping[str, Any], str]:
     """The table of a study and where it stands, for messages."""
-    return (study, "study") if isinstance(study, Mapping) else (read_toml(Path(study), "study"), str(study))
+    found = study_of(study)
+    return (found, "study") if isinstance(found, Mapping) else (read_toml(found, "study"), str(found))

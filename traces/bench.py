@@ -113,7 +113,10 @@ def _decoded(text: str) -> _Result:
             whole = json.loads(text)
         except ValueError:
             raise error from None
-        return msgspec.convert(whole, _Result)
+        try:
+            return msgspec.convert(whole, _Result)
+        except UnicodeEncodeError:
+            raise msgspec.ValidationError("half a character (a lone surrogate) where a number goes") from None
 
 
 def _array(path: Path, name: str, values: list[T] | None, count: int | None) -> list[T]:

@@ -51,6 +51,8 @@ def _flag(
 _count = partial(_flag, metavar="N", above=0)
 _of_trace = partial(_flag, None, goes_with="trace")
 _of_pools = partial(_flag, None, goes_with="prefill_replicas", sparse=True)
+LEAST_LINK, MOST_LINK = 1e-3, 1e9
+"""Gbit/s: of a modem, and what no copy notices."""
 MOST_PROMPTS, MOST_ENGINES = 10**9, 100_000
 """What a machine can count through in days, and hold."""
 
@@ -313,6 +315,8 @@ def _check(scenario: Scenario) -> None:
             raise OptionError(name, f"{value} goes with {' or '.join(owners)}; leave it out")
     if scenario.burstiness != 1.0 and scenario.trace is not None and scenario.request_rate is None:
         raise OptionError("burstiness", "shapes the arrivals of --request-rate, which is not given; leave it out")
+    if scenario.burstiness != 1.0 and scenario.request_rate == inf:
+        raise OptionError("burstiness", "shapes arrivals, and with --request-rate inf all come at once; leave it out")
     if scenario.closed_sessions and scenario.workload not in (None, "sessions"):
         raise OptionError("closed_sessions", f"--workload {scenario.workload} has no sessions; give one that has")
     for f in fields(Scenario):
@@ -356,3 +360,7 @@ def _check_pools(scenario: Scenario) -> None:
         raise OptionError("link_gbps", "is missing: KV goes from prefill to decode engines; give the link's Gbit/s")
     if scenario.link_gbps == inf:
         raise OptionError("link_gbps", "inf is not a speed; give Gbit/s, 1e9 for a link that takes no time")
+    if not LEAST_LINK <= scenario.link_gbps <= MOST_LINK:
+        raise OptionError(
+            "link_gbps", f"{scenario.link_gbps} Gbit/s is no link; give {LEAST_LINK} to 1e9, which takes no time"
+        )

@@ -46,7 +46,7 @@ def convert(name: str, text: Any, hint: Any) -> Any:  # noqa: ANN401
             if not isinstance(words, list | tuple) or not all(isinstance(word, str) for word in words):
                 raise TypeError
             return tuple(words)
-        if not isinstance(text, str):
+        if not isinstance(text, str) or "\0" in text:
             raise TypeError
         return text
     except (TypeError, ValueError, OverflowError):
@@ -54,7 +54,12 @@ def convert(name: str, text: Any, hint: Any) -> Any:  # noqa: ANN401
         raise UserError(f"{name}: {text!r} is not {choices or WANTED.get(kind, 'a list of words')}") from None
 
 
-WANTED = {int: "a whole number (of 64 bits)", float: "a number", bool: "true or false", str: "text in quotes"}
+WANTED = {
+    int: "a whole number (of 64 bits)",
+    float: "a number",
+    bool: "true or false",
+    str: "text in quotes, without NUL",
+}
 
 
 def _boolean(text: Any) -> bool:  # noqa: ANN401
