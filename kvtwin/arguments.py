@@ -27,7 +27,9 @@ def scenario_of(value: object) -> Scenario:
 def policy_of(value: object) -> str | Policy:
     """A policy's text, or a preset whose options have their types."""
     found: str | Policy = checked("policy", value, (str, Policy), "a policy's text, as --policy takes it, or a preset")
-    for option in () if isinstance(found, str) else options_of(type(found)):
+    if isinstance(found, str):
+        return found
+    for option in options_of(type(found)):
         given = getattr(found, option.name)
         if given is not None or NoneType not in get_args(option.hint):
             convert(f"policy: {found.name} {option.name}", given, option.hint)

@@ -65,6 +65,10 @@ class Ask:
     stop_texts: tuple[str, ...] = ()
 
 
+SAMPLING = (("temperature", 0.0, 2.0), ("top_p", 0.0, 1.0), ("min_p", 0.0, 1.0))
+"""Numbers that have no effect here, and what they may be, as OpenAI and vLLM have it."""
+
+
 def read_ask(body: bytes, *, chat: bool) -> Ask:
     """The request in a body; `Refused` (400) naming the field, its value and what to give instead."""
     fields = _Fields(body)
@@ -82,8 +86,15 @@ def read_ask(body: bytes, *, chat: bool) -> Ask:
     max_tokens = fields.integer("max_tokens", least=1)
     if "max_completion_tokens" in fields:
         max_tokens = fields.integer("max_completion_tokens", least=1)
-    for name in ("top_p", "min_p", "top_k", "seed"):
-        fields.number(name)
+    for name, least, most in SAMPLING:
+        fields.within(name, least, most)
+    if "seed" in fields:
+        fields.integer("seed", least=-(1 << 63))
+    if "top_k" in fields:
+        fields.integer("top_k", least=-1)
+    min_tokens = fields.integer("min_tokens", least=0) or 0
+    if max_tokens is not None and min_tokens > max_tokens:
+        raise _refused("min_tokens", min_tokens, f"is more than max_tokens, {max_tokens}; lower it")
     return Ask(
         chat=chat,
         model=fields.text("model"),
@@ -93,7 +104,7 @@ def read_ask(body: bytes, *, chat: bool) -> Ask:
         stream=stream,
         include_usage=bool(usage),
         ignore_eos=fields.boolean("ignore_eos"),
-        min_tokens=fields.integer("min_tokens", least=0) or 0,
+        min_tokens=min_tokens,
         return_token_ids=fields.boolean("return_token_ids"),
         greedy_notice=fields.number("temperature") != 0,
         stop=frozenset(_ids("stop_token_ids", fields.get("stop_token_ids") or [])),
@@ -147,6 +158,11 @@ class _Fields:
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise _refused(name, value, "is not a number")
         return value
+
+    def within(self, name: str, least: float, most: float) -> None:
+        value = self.number(name)
+        if name in self._data and not least <= value <= most:
+            raise _refused(name, value, f"is not between {least:g} and {most:g}")
 
     def mapping(self, name: str) -> dict[str, Any]:
         value = self._data.get(name, {})

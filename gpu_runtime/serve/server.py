@@ -245,6 +245,9 @@ class Server:
         if (largest := max(prompt)) >= options.vocab_size:
             why = f"is beyond the vocabulary of {options.vocab_size} tokens"
             raise Refused(400, f"{name}: token id {largest} {why}", param=name)
+        if (largest := max(ask.stop, default=0)) >= options.vocab_size:
+            why = f"is beyond the vocabulary of {options.vocab_size} tokens"
+            raise Refused(400, f"stop_token_ids: token id {largest} {why}", param="stop_token_ids")
         left = options.max_model_len - length
         max_tokens = ask.max_tokens
         if max_tokens is None:

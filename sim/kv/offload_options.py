@@ -4,9 +4,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from sim.errors import UserError
-from sim.parts.options import MOST_GIB, option, vllm_option
+from sim.parts.options import MOST_GIB, Only, option, vllm_option
 
 GIB = 1 << 30
+OFFLOADS = Only("offloads", told="kv-offloading-size")
 PAGE_BYTES = 4096
 """A chunk on the host is rounded up to whole pages."""
 
@@ -19,14 +20,14 @@ class OffloadOptions:
         None, "GiB of host memory for KV blocks that leave the GPU, of all GPUs of the engine together"
     )
     cpu_chunks: int | None = option(None, "chunks on the host, instead of sizing them from --kv-offloading-size")
-    blocks_per_chunk: int = option(1, "blocks that are stored and loaded together")
-    eviction_policy: Literal["lru", "arc"] = option("lru", "which chunks give way on the host")
-    store_threshold: int = option(0, "times a chunk must be offered before it is stored; 0 and 1: once")
-    offload_outputs: bool = option(False, "store generated tokens as well as prompts")
+    blocks_per_chunk: int = option(1, "blocks that are stored and loaded together", only=OFFLOADS)
+    eviction_policy: Literal["lru", "arc"] = option("lru", "which chunks give way on the host", only=OFFLOADS)
+    store_threshold: int = option(0, "times a chunk must be offered before it is stored; 0 and 1: once", only=OFFLOADS)
+    offload_outputs: bool = option(False, "store generated tokens as well as prompts", only=OFFLOADS)
     load_s_per_block: float | None = option(
-        None, "seconds to load a block, on a lane of its own (default: by the profile)"
+        None, "seconds to load a block, on a lane of its own (default: by the profile)", only=OFFLOADS
     )
-    store_s_per_block: float | None = option(None, "seconds to store a block (default: by the profile)")
+    store_s_per_block: float | None = option(None, "seconds to store a block (default: by the profile)", only=OFFLOADS)
 
     def __post_init__(self) -> None:
         if self.kv_offloading_size is not None and self.kv_offloading_size > MOST_GIB:

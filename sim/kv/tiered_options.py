@@ -3,9 +3,10 @@
 from dataclasses import dataclass
 
 from sim.errors import UserError
-from sim.parts.options import MOST_GIB, option
+from sim.parts.options import MOST_GIB, Only, option
 
 GIB = 1 << 30
+ON_DISK = Only("disk_space")
 
 
 @dataclass(frozen=True)
@@ -13,12 +14,14 @@ class TieredOptions:
     """The disk below the host, and what looks ahead in the queue."""
 
     disk_space: float = option(0.0, "GiB of disk for KV of ended turns, of all GPUs of the engine together; 0: none")
-    disk_read_gb_per_s: float = option(5.0, "bandwidth from the disk, GB/s")
-    disk_write_gb_per_s: float = option(3.0, "bandwidth to the disk, GB/s")
-    disk_latency_us: float = option(100.0, "time before each copy from or to the disk begins, us")
-    disk_block_us: float = option(10.0, "time of each block of such a copy beside its bytes, us")
+    disk_read_gb_per_s: float = option(5.0, "bandwidth from the disk, GB/s", only=ON_DISK)
+    disk_write_gb_per_s: float = option(3.0, "bandwidth to the disk, GB/s", only=ON_DISK)
+    disk_latency_us: float = option(100.0, "time before each copy from or to the disk begins, us", only=ON_DISK)
+    disk_block_us: float = option(10.0, "time of each block of such a copy beside its bytes, us", only=ON_DISK)
     look_ahead: bool = option(
-        True, "fetch from the disk what waiting requests will load, and keep it longer than what none waits for"
+        True,
+        "fetch from the disk what waiting requests will load, and keep it longer than what none waits for",
+        only=ON_DISK,
     )
 
     def __post_init__(self) -> None:
@@ -28,8 +31,8 @@ class TieredOptions:
             if not 0.0 <= getattr(self, name) < float("inf"):
                 raise UserError(f"{name.replace('_', '-')}: {getattr(self, name)} is not a number of 0 or more")
         for name in ("disk_read_gb_per_s", "disk_write_gb_per_s"):
-            if not getattr(self, name) > 0.0:
-                raise UserError(f"{name.replace('_', '-')}: {getattr(self, name)} must be more than 0")
+            if not 1e-3 <= getattr(self, name) <= 1e6:
+                raise UserError(f"{name.replace('_', '-')}: {getattr(self, name)} is not between 0.001 and 1e6 GB/s")
 
     def num_disk_blocks(self, block_bytes: float) -> int:
         """Blocks that the disk holds, which take `block_bytes` on all GPUs together."""

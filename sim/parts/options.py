@@ -1,17 +1,41 @@
 """`option`: a field of an options dataclass with the text that `--help` shows."""
 
-from dataclasses import field
+from collections.abc import Iterable, Iterator
+from dataclasses import field, fields
 from typing import Any
 
 MOST_GIB = 1e9
 """Larger than any store, and still countable in bytes."""
 
 
-def option(default: Any, help_text: str) -> Any:  # noqa: ANN401 - a dataclass default
+class Only:
+    """When an option does anything: where attribute `name` of its options is one of `values`, or true without any."""
+
+    def __init__(self, name: str, *values: str, told: str = "") -> None:
+        self.name, self.values = name, values
+        shown = told or name.replace("_", "-")
+        self.told = f"{shown}={' or '.join(values)}" if values else shown
+
+    def holds(self, options: object) -> bool:
+        """Whether it does, of those options."""
+        given = getattr(options, self.name)
+        return given in self.values if self.values else bool(given)
+
+
+def option(default: Any, help_text: str, *, only: Only | None = None) -> Any:  # noqa: ANN401 - a dataclass default
     """An option of a policy or a part."""
-    return field(default=default, metadata={"help": help_text, "metavar": None})
+    return field(default=default, metadata={"help": help_text, "metavar": None, "only": only})
 
 
 def vllm_option(default: Any, help_text: str) -> Any:  # noqa: ANN401 - a dataclass default
     """An option that vLLM has, whose flag is spelled as vLLM spells it: without the system's name before it."""
     return field(default=default, metadata={"help": help_text, "metavar": None, "plain": True})
+
+
+def idle_options(several: Iterable[Any]) -> Iterator[str]:
+    """What was given and does nothing, in words: of options that are not their defaults."""
+    for options in several:
+        for each in fields(options):
+            only, value = each.metadata.get("only"), getattr(options, each.name)
+            if only is not None and value != each.default and not only.holds(options):
+                yield f"{each.name.replace('_', '-')}={value} does nothing without {only.told}"

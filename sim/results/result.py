@@ -17,6 +17,7 @@ from sim.engine.limits import Counters, Limits, TierCounters, TierName
 from sim.errors import UserError
 from sim.files import write_atomically
 from sim.options.policies import options_of
+from sim.results.contradictions import contradiction
 from sim.results.metrics import PERCENTILES, EndedRequest, RequestLog, gap_statistics
 from sim.results.schema import Result
 from sim.results.sections import (
@@ -90,7 +91,7 @@ def assemble(run: Run) -> Result:
         lanes=_lanes_use([parts.lanes for parts in run.engines]),
         tiers=[TierUse(tier=name, **structs.asdict(tier)) for name, tier in counters.tiers.items()] or UNSET,
         engines=_engines(run) if len(run.engines) > 1 else UNSET,
-        warnings=[*setup.warnings, *_warnings(setup, counters)],
+        warnings=[*setup.warnings, *_warnings(setup, counters), *_grown(log, setup.limits)],
         scenario=_scenario(setup),
         profile=UsedProfile(
             name=setup.profile.name,
@@ -225,6 +226,18 @@ def _warnings(setup: Setup, counters: Counters) -> list[str]:
     return warnings
 
 
+def _grown(log: RequestLog, limits: Limits) -> list[str]:
+    """What is said where contexts became longer than the engine's limit."""
+    most = limits.max_model_len
+    grown = sum(row.prompt_tokens + row.output_tokens > most for row in log.requests or () if not row.error)
+    if not grown:
+        return []
+    return [
+        f"{grown} context{'s' * (grown != 1)} grew past --max-model-len {most}: output lengths are the trace's; "
+        "vLLM would have ended them there"
+    ]
+
+
 def _limits_in(reason: str, limits: Limits) -> str:
     """What the limits are that a reason names, as their flags."""
     named = [name for name in ("max_model_len", "max_num_batched_tokens") if name in reason]
@@ -305,6 +318,8 @@ def result_from(data: dict[str, Any], path: Path) -> Result:
     rows = {len(values) for name in PER_REQUEST if (values := getattr(result, name)) is not UNSET}
     if len(rows) > 1:
         raise UserError(f"{path}: {', '.join(PER_REQUEST)} are not all of one length; run it again")
+    if told := contradiction(result):
+        raise UserError(f"{path}: contradicts itself: {told}; run it again")
     return result
 
 

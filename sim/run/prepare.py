@@ -11,6 +11,8 @@ from sim.cost.profile import Profile, product_name
 from sim.engine.limits import Limits, Role, StateLimits, WindowLimits
 from sim.errors import UserError
 from sim.options.scenario import Scenario
+from sim.options.values import flag
+from sim.parts.options import idle_options
 from sim.parts.stage.hand_over_options import MixedPoolOptions
 from sim.results.metrics import Goodput
 from sim.specs.hardware import HardwareSpec, load_hardware
@@ -26,6 +28,8 @@ FORMS_WITH_ENGINE = ("roofline", "table")
 PIPELINED_BATCHINGS = ("vllm", "sarathi", "fastgen", "iteration-level")
 QUANTIZATIONS = {"fp8": "fp8", "modelopt_fp4": "nvfp4"}
 """vLLM's `--quantization`, and the format of weights that it is."""
+LEAST_FP8 = 7.5
+"""Compute capability of the oldest GPUs that vLLM has kernels for, which unpack FP8 weights to 16 bits."""
 DTYPE_BYTES = {"half": 2.0, "float16": 2.0, "bfloat16": 2.0, "float32": 4.0}
 
 
@@ -113,8 +117,9 @@ def _prepare(asked_for: Scenario, scenario: Scenario, label: str, policy: Policy
     )
     engine = policy.engine_limits(asked)
     warnings += engine.warnings
+    warnings += idle_options((policy, *policy.mixed_options))
     warnings += _other_slos(policy, Goodput.parse(scenario.goodput))
-    pp = _stages(scenario, model, policy, label)
+    pp = _stages(asked_for, scenario, model, policy, label, role)
     limits = _limits(scenario, model, hardware, policy, max_model_len, engine, pp, warnings)
     engine_profile = _engine_profile(scenario, hardware, profile, policy, pp)
     if pp > 1 and engine_profile is not None and engine_profile.host == "hidden":
@@ -165,6 +170,12 @@ def _model(scenario: Scenario, hardware: HardwareSpec, profile: Profile, warning
         model = model.with_dtype(DTYPE_BYTES[scenario.dtype])
     if scenario.quantization is not None:
         model = model.with_quantization(QUANTIZATIONS[scenario.quantization])
+    capability = hardware.compute_capability
+    if model.quantization == "fp8" and capability is not None and capability < LEAST_FP8:
+        raise UserError(
+            f"--gpu {hardware.name}: vLLM has no kernels for FP8 weights on compute capability {capability}, below "
+            f"{LEAST_FP8}; take a newer GPU, or the model in 16 bits"
+        )
     if scenario.kv_cache_dtype != "auto":
         model = model.with_kv_dtype(kv_dtype(scenario.kv_cache_dtype, hardware))
         if profile.form == "linear":
@@ -278,12 +289,14 @@ def _mixes(policy: Policy) -> bool:
     return options_among((policy,), MixedPoolOptions).mixed_pool
 
 
-def _stages(scenario: Scenario, model: ModelSpec, policy: Policy, label: str) -> int:
+def _stages(asked_for: Scenario, scenario: Scenario, model: ModelSpec, policy: Policy, label: str, role: Role) -> int:
     """Stages of an engine; UserError where the system or the model cannot be laid out on them."""
     stages, names = scenario.pipeline_parallel_size or 1, policy.names
     if stages == 1:
         return 1
-    where = f"--pipeline-parallel-size: {stages} stages"
+    own = f"{role}_pipeline_parallel_size" if role != "both" else ""
+    name = flag(own if own and getattr(asked_for, own) is not None else "pipeline_parallel_size")
+    where = f"{name}: {stages} stages"
     plain = (
         not _mixes(policy) and names["eviction"] in ("recompute", "swap") and names["memory"] in ("paged", "reserved")
     )

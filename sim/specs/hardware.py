@@ -41,6 +41,8 @@ class HardwareFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 MOST = 1e24
 """Of any quantity: bytes, rates, the GPUs at a link."""
+LEAST_RATE, MOST_RATE = 1e6, 1e16
+"""Of links and memory, B/s: no machine is below or above."""
 PLAIN_FIELDS = ("name", "copies_beside_compute")
 """Fields of a hardware file that are no quantities."""
 DEVICES = {
@@ -136,6 +138,11 @@ def _checked(quantity: Quantity, field: str, path: Path) -> float | int | None:
         raise UserError(f"{path}: field {field}.value = {value} must be a positive finite number")
     if not 1.0 <= value <= MOST:
         raise UserError(f"{path}: field {field}.value = {value} is not between 1 and {MOST:g}: is it in SI units?")
+    if field.endswith("_bytes_per_s") and not LEAST_RATE <= value <= MOST_RATE:
+        raise UserError(
+            f"{path}: field {field}.value = {value} is not between {LEAST_RATE:g} and {MOST_RATE:g} B/s: is it in SI "
+            "units?"
+        )
     if field == "gpus_per_pcie_link":
         if value != int(value):
             raise UserError(f"{path}: field {field}.value = {value} must be a whole number")

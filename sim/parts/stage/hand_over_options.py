@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from sim.errors import UserError
-from sim.parts.options import option
+from sim.parts.options import Only, option
 
 
 @dataclass(frozen=True)
@@ -20,9 +20,14 @@ class HandOverOptions:
 
     blocking_pull: bool = option(False, "a decode engine computes nothing while it pulls")
 
+    @property
+    def usual_share(self) -> float:
+        """The default of `waiting_share`, which systems have of their own."""
+        return type(self).__dataclass_fields__["waiting_share"].default
+
     def __post_init__(self) -> None:
         if not 0.0 < self.waiting_share <= 1.0:
-            raise UserError(f"waiting-share: {self.waiting_share} is not in (0, 1]; DistServe's is 0.05")
+            raise UserError(f"waiting-share: {self.waiting_share} is not in (0, 1]; {self.usual_share} is its default")
 
 
 @dataclass(frozen=True)
@@ -34,7 +39,9 @@ class MixedPoolOptions:
     )
 
     max_pending_tokens: int = option(
-        8192, "prompt tokens that may wait at an engine before another pool is asked (mixed-pool)"
+        8192,
+        "prompt tokens that may wait at an engine before another pool is asked (mixed-pool)",
+        only=Only("mixed_pool"),
     )
 
     def __post_init__(self) -> None:

@@ -4,7 +4,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from sim.errors import UserError
-from sim.parts.options import option
+from sim.parts.options import Only, option
+
+REJECTS = Only("rejection", "early", "predicted")
 
 
 @dataclass(frozen=True)
@@ -17,9 +19,13 @@ class ConductorOptions:
     rejection: Literal["none", "early", "predicted"] = option(
         "none", "turn requests away that would break an SLO: never, by the load of now, or as predicted"
     )
-    ttft_slo_ms: float = option(30_000.0, "time to first token that must be met, where requests are turned away, ms")
-    tbt_slo_ms: float = option(100.0, "the same of the time between tokens, ms")
-    predicted_decode_s: float = option(20.0, "for how long a request is taken to decode (rejection=predicted), s")
+    ttft_slo_ms: float = option(
+        30_000.0, "time to first token that must be met, where requests are turned away, ms", only=REJECTS
+    )
+    tbt_slo_ms: float = option(100.0, "the same of the time between tokens, ms", only=REJECTS)
+    predicted_decode_s: float = option(
+        20.0, "for how long a request is taken to decode (rejection=predicted), s", only=Only("rejection", "predicted")
+    )
 
     def __post_init__(self) -> None:
         if not self.balancing_threshold >= 1.0:

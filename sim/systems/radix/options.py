@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from sim.errors import UserError
-from sim.parts.options import option
+from sim.parts.options import Only, option
 
 
 @dataclass(frozen=True)
@@ -14,7 +14,9 @@ class RadixOptions:
     schedule_policy: Literal["lpm", "dfs-weight", "fcfs"] = option(
         "lpm", "what comes first: the longest cached prefix, the heaviest branch of the tree, or the first to arrive"
     )
-    lpm_longest: int = option(128, "lpm leaves a longer queue than this as it is; 0: sorts any")
+    lpm_longest: int = option(
+        128, "lpm leaves a longer queue than this as it is; 0: sorts any", only=Only("schedule_policy", "lpm")
+    )
     schedule_conservativeness: float = option(1.0, "multiplies the least share of what runs that is kept room for")
     max_new_tokens: int = option(0, "tokens that requests ask for; 0: what they generate, as where all stop there")
 

@@ -1,0 +1,98 @@
+"""What was asked and would do nothing, contradicts itself or cannot be is said: nobody waits for what never comes."""
+
+import json
+
+import pytest
+
+import kvtwin
+from kvtwin import Scenario, UserError
+
+SMALL = Scenario(workload="fixed", num_prompts=3, input_len=20, output_len=3, gpu="l20")
+POOLS = {"prefill_replicas": 1, "decode_replicas": 1, "link_gbps": 100.0}
+
+
+def with_(**values):
+    return Scenario(**{"workload": "fixed", "num_prompts": 3, "input_len": 20, "output_len": 3, "gpu": "l20", **values})
+
+
+@pytest.mark.parametrize(
+    ("policy", "told", "active"),
+    [
+        ("vllm-v1:store-threshold=3", "store-threshold=3 does nothing without kv-offloading-size", "cpu-chunks=4"),
+        ("radix:schedule-policy=fcfs,lpm-longest=5", "lpm-longest=5 does nothing without schedule-policy=lpm", None),
+        ("cachedattention:disk-space=0,disk-block-us=9", "disk-block-us=9.0 does nothing without disk-space", None),
+        ("mooncake:tbt-slo-ms=9", "tbt-slo-ms=9.0 does nothing without rejection=early or", "rejection=early"),
+        ("splitwise:max-pending-tokens=9", "max-pending-tokens=9 does nothing without mixed-pool", "mixed-pool=true"),
+    ],
+)  # fmt: skip
+def test_options_that_do_nothing_are_told_and_others_are_not(policy, told, active):
+    scenario = with_(**POOLS) if policy.startswith(("mooncake", "splitwise")) else SMALL
+    warnings = kvtwin.simulate(scenario, policy).result.warnings
+    assert any(told in warning for warning in warnings)
+    for quiet in filter(None, (f"{policy},{active}" if active else None, policy.partition(":")[0])):
+        assert not any("does nothing" in warning for warning in kvtwin.simulate(scenario, quiet).result.warnings)
+
+
+@pytest.mark.parametrize(
+    ("scenario", "policy", "told"),
+    [
+        (with_(request_rate=float("inf"), burstiness=2.0), "vllm-v1", "--burstiness: shapes arrivals, and with"),
+        (with_(gpu="v100", quantization="fp8"), "vllm-v1", "--gpu v100: vLLM has no kernels for FP8 weights"),
+        (SMALL, "cachedattention:disk-space=1,disk-read-gb-per-s=1e23", "disk-read-gb-per-s: 1e+23 is not between"),
+        (with_(**POOLS), "splitwise:waiting-share=2", "waiting-share: 2.0 is not in (0, 1]; 1.0 is its default"),
+        (with_(**POOLS), "distserve:waiting-share=2", "waiting-share: 2.0 is not in (0, 1]; 0.05 is its default"),
+        (with_(**POOLS, prefill_pipeline_parallel_size=3), "distserve", "--prefill-pipeline-parallel-size: 3"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_is_refused_by_its_own_name(scenario, policy, told):
+    with pytest.raises(UserError) as caught:
+        kvtwin.simulate(scenario, policy)
+    assert told in str(caught.value)
+
+
+def test_a_flag_and_a_policys_text_that_differ_are_refused(tmp_path, capsys):
+    words = [
+        "run",
+        "--workload",
+        "fixed",
+        "--num-prompts",
+        "3",
+        "--gpu",
+        "l20",
+        "--out",
+        str(tmp_path / "out"),
+        "--quiet",
+    ]
+    words += ["--policy", "layerkv:threshold=0.1"]
+    assert kvtwin.main([*words, "--layerkv-threshold", "0.2"]) == 2
+    assert "threshold=0.1, and --layerkv-threshold says 0.2; give one of them" in capsys.readouterr().err
+    assert kvtwin.main([*words, "--layerkv-threshold", "0.10"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"mean_e2el_ms": 0}, "mean_e2el_ms is 0.0, mean_ttft_ms"),
+        ({"mean_e2el_ms": 1e9}, "latencies have a mean of"),
+        ({"completed": 2}, "num_prompts is 3, completed 2"),
+        ({"completed": 2, "ignored": 1}, "request_throughput is"),
+        ({"p90_ttft_ms": 0.0}, "percentiles of ttft are out of order"),
+        ({"p99_itl_ms": None}, "some of itl's statistics are null"),
+    ],
+)
+def test_a_result_that_contradicts_itself_is_refused(tmp_path, capsys, changes, told):
+    words = ["--workload", "fixed", "--num-prompts", "3", "--input-len", "20", "--output-len", "3", "--gpu", "l20"]
+    assert kvtwin.main(["run", *words, "--out", str(tmp_path), "--quiet"]) == 0
+    path = tmp_path / "result.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    assert kvtwin.main(["report", str(tmp_path)]) == 2
+    error = capsys.readouterr().err
+    assert f"{path}: contradicts itself: " in error and told in error
+
+
+def test_contexts_that_grow_past_the_limit_are_told():
+    """vLLM v1 ends them there; vLLM 0.5.5's batching leaves lengths to the trace."""
+    scenario = with_(output_len=40, max_model_len=50)
+    (warning,) = kvtwin.simulate(scenario, "vllm-recompute").result.warnings
+    assert warning.startswith("3 contexts grew past --max-model-len 50: output lengths are the trace's")
+    assert not any("grew past" in told for told in kvtwin.simulate(scenario, "vllm-v1").result.warnings)
