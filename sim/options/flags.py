@@ -10,6 +10,7 @@ from sim.errors import UserError
 from sim.files import out_folder
 from sim.options.policies import (
     PREEMPTION_MODES,
+    PolicyOption,
     has_option,
     options_of,
     owned_option,
@@ -18,7 +19,7 @@ from sim.options.policies import (
 )
 from sim.options.scenario import PREEMPTION_MODE, Outputs, Scenario, build_options, build_scenario
 from sim.options.scenario_file import read_scenario
-from sim.options.values import base_type, flag, option_fields
+from sim.options.values import base_type, convert, flag, option_fields
 from sim.systems import DEFAULT_POLICY, POLICIES, read_systems
 from sim.systems.base import Policy
 
@@ -155,6 +156,21 @@ def asked_values(arguments: argparse.Namespace, default: str | None = None) -> d
     return values
 
 
+def _check_heard(
+    name: str,
+    value: object,
+    option: PolicyOption,
+    policies: list[tuple[str, Policy]],
+) -> None:
+    """UserError where each policy that has an option says something else of it in place: then the flag does nothing."""
+    said = convert(flag(name), value, option.hint)
+    having = [(label, policy) for label, policy in policies if has_option(policy.name, option)]
+    if all(getattr(policy, option.name) != said for _, policy in having):
+        label, policy = having[0]
+        told = f"--policy {label} says {getattr(policy, option.name)}"
+        raise UserError(f"{flag(name)}: {value} is what no policy has: {told}; give one of them")
+
+
 def read_options(
     arguments: argparse.Namespace, default: str | None = None
 ) -> tuple[Scenario, list[tuple[str, Policy]], Path, Outputs]:
@@ -177,6 +193,8 @@ def read_options(
         option = owned_option(name, installed=False)
         if option is not None and not any(has_option(policy.name, option) for _, policy in policies):
             raise UserError(f"{flag(name)}: an option of {option.policy}, which --policy does not name")
+        if option is not None:
+            _check_heard(name, values[name], option, policies)
     if "out" not in values:
         raise UserError("--out DIR is missing: where are the results to go?")
     return build_scenario(values, sources), policies, Path(values["out"]), build_options(Outputs, values)

@@ -124,10 +124,7 @@ def parse_policy(text: str, given: Mapping[str, Any]) -> tuple[str, Policy]:
             known_part(key, value)
             mixed[key] = value
         elif key in own:
-            said = convert(f"--policy {text}: {key}", value, own[key].hint)
-            if values.setdefault(key, said) != said:
-                other = flag(name) if (name := own[key].full_name) in given else "the text"
-                raise UserError(f"--policy {text}: {key}={value}, and {other} says {values[key]}; give one of them")
+            values[key] = convert(f"--policy {text}: {key}", value, own[key].hint)
         else:
             others[key] = value
     preset = kind(**values, mixed=tuple(mixed.items()))

@@ -65,7 +65,8 @@ def test_a_flag_and_a_policys_text_that_differ_are_refused(tmp_path, capsys):
     ]
     words += ["--policy", "layerkv:threshold=0.1"]
     assert kvtwin.main([*words, "--layerkv-threshold", "0.2"]) == 2
-    assert "threshold=0.1, and --layerkv-threshold says 0.2; give one of them" in capsys.readouterr().err
+    told = "--layerkv-threshold: 0.2 is what no policy has: --policy layerkv:threshold=0.1 says 0.1; give one of them"
+    assert told in capsys.readouterr().err
     assert kvtwin.main([*words, "--layerkv-threshold", "0.10"]) == 0
 
 
