@@ -51,6 +51,8 @@ DEVICES = {
     "T4": "t4",
 }  # fmt: skip
 """Words of the names that CUDA gives devices, and our specs of them; the first that fits."""
+UNLIKE = ("H100 PCIe", "H100 NVL", "H200 NVL")
+"""Of these names' words some are another GPU's, whose memory, clocks and links they have not."""
 
 
 class HardwareSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -101,7 +103,7 @@ def built_in_hardware() -> list[str]:
 def gpu_called(name: str) -> str:
     """The built-in GPU that CUDA calls so; UserError for others, and for slices of one (MIG)."""
     for words, gpu in DEVICES.items():
-        if re.search(rf"\b{words}\b", name) and "MIG" not in name:
+        if re.search(rf"\b{words}\b", name) and "MIG" not in name and not any(other in name for other in UNLIKE):
             return "a100-40g" if gpu == "a100-80g" and "40GB" in name else gpu
     raise UserError(f"--gpu: no spec for {name!r}: name one of {', '.join(built_in_hardware())}, or give a file")
 

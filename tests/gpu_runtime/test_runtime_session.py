@@ -19,9 +19,9 @@ exec {python} "$@"
 """
 
 
-def session(folder, *options):
+def session(folder, *options, wrapper=WRAPPER):
     python = folder / "python"
-    python.write_text(WRAPPER.format(python=sys.executable))
+    python.write_text(wrapper.format(python=sys.executable))
     python.chmod(0o755)
     command = [ROOT / "benchmarks/gpu_session.sh", folder / "out", "--device", "cpu", *options]
     done = subprocess.run(command, env={"PATH": "/usr/bin:/bin", "PYTHON": str(python)}, capture_output=True, text=True)
@@ -38,6 +38,20 @@ def test_a_part_that_fails_leaves_the_others(tmp_path):
     copies = json.loads((tmp_path / "out/copies.json").read_text())
     assert copies["d2h blocks in a row"]["value"] > 0
     assert json.loads((tmp_path / "out/overlap.json").read_text())["recompute beside decode"]["against"] > 0
+
+
+@pytest.mark.parametrize(
+    ("does", "word", "status"),
+    [
+        ("echo wrote x/validation.md and a figure; exit 1", "done, **inaccurate**", 0),
+        ("exit 1", "**failed** (status 1)", 1),
+        ("exec sleep 60", "**failed**: ended after", 1),
+    ],
+)
+def test_a_validation_that_is_inaccurate_is_no_crash_and_one_without_an_end_no_success(tmp_path, does, word, status):
+    wrapper = f'#!/bin/sh\ncase "$*" in *"kvtwin validate"*) {does} ;; esac\nexec {{python}} "$@"\n'
+    done, summary = session(tmp_path, "--only", "validate", "--minutes", "0.12", wrapper=wrapper)
+    assert f"| validate | {word}" in summary and done.returncode == status
 
 
 def test_without_time_nothing_runs_and_the_summary_says_so(tmp_path):

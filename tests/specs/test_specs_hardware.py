@@ -28,6 +28,7 @@ def test_every_value_has_a_source_that_says_how_it_is_known(name):
     ("name", "gpu"),
     [
         ("NVIDIA H200", "h200"),
+        ("NVIDIA H100 80GB HBM3", "h100"),
         ("NVIDIA A100-SXM4-80GB", "a100-80g"),
         ("NVIDIA A100-PCIE-40GB", "a100-40g"),
         ("Tesla T4", "t4"),
@@ -39,7 +40,10 @@ def test_cudas_names(name, gpu):
     assert set(DEVICES.values()) <= set(built_in_hardware())
 
 
-@pytest.mark.parametrize("name", ["NVIDIA GB300", "NVIDIA T400 4GB", "NVIDIA L200", "NVIDIA A100-SXM4-40GB MIG 1g.5gb"])
+@pytest.mark.parametrize("name", [
+        "NVIDIA GB300", "NVIDIA T400 4GB", "NVIDIA L200", "NVIDIA A100-SXM4-40GB MIG 1g.5gb", "NVIDIA H100 PCIe",
+        "NVIDIA H100 NVL", "NVIDIA H200 NVL", "NVIDIA H20", "NVIDIA GH200 480GB",
+    ])  # fmt: skip
 def test_a_gpu_that_only_sounds_like_one_has_no_spec(name):
     with pytest.raises(UserError, match=f"--gpu: no spec for '{name}': name one of a100-40g"):
         gpu_called(name)
