@@ -49,6 +49,7 @@ class Bench:
         self._model: tuple[str, ModelWork] | None = None
         self._refused: dict[str, str] = {}
         self._graph_fault = ""
+        self._stream: torch.cuda.Stream | None = None
         on_cuda = device.type == "cuda"
         self._clock: Clock = CudaClock(device, limits.cache_bytes) if on_cuda else HostClock()
 
@@ -103,7 +104,8 @@ class Bench:
         if self._graph_fault:
             raise Unmeasurable(self._graph_fault)
         try:
-            return captured(work, self._device)
+            self._stream = self._stream or torch.cuda.Stream(self._device)
+            return captured(work, self._stream)
         except Unmeasurable as fault:
             self._graph_fault = str(fault)
             raise

@@ -109,7 +109,8 @@ class AllReduce:
         """Seconds of one all-reduce on the first GPU, all ranks having been asked before."""
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         self._synchronize()
-        for lead in self._leads:
+        # The first GPU's last: its event shall not fire before the others have been asked.
+        for lead in reversed(self._leads):
             lead.zero_()
         start.record()
         nccl.all_reduce(self._parts, self._sums)

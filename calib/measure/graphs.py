@@ -9,14 +9,15 @@ WARMUPS = 3
 """Executions before the capture: kernels are compiled and libraries choose theirs, which a capture forbids."""
 
 
-def captured(work: Work, device: torch.device) -> Work:
+def captured(work: Work, stream: torch.cuda.Stream) -> Work:
     """Work that replays a CUDA graph of `work` on whatever stream is current.
+
+    Captured on `stream`, one for all: libraries keep a workspace for each that they have seen.
 
     Raises:
         Unmeasurable: the work cannot be captured, because it waits for the device or sends it something.
     """
-    stream = torch.cuda.Stream(device)
-    stream.wait_stream(torch.cuda.current_stream(device))
+    stream.wait_stream(torch.cuda.current_stream(stream.device))
     with torch.cuda.stream(stream):
         for _ in range(WARMUPS):
             work()

@@ -1,16 +1,21 @@
 """`Readings`: clocks, temperature, power and link of a GPU, read through NVML in less than a millisecond.
 
-Read when a point's last repeat has ended: the GPU has not had the time to clock down yet.
+Read while a point is measured, a few times a second, and when its last repeat has ended: the GPU has not had the time
+to clock down yet. Clocks are not locked: a served GPU's are not, and the setting is the machine's.
 """
 
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from importlib import import_module
 from importlib.util import find_spec
+from threading import Event, Thread
 from typing import Any
 
 import torch
 
+EVERY_S = 0.2
+"""Between two readings of a point."""
+CLOCKS = ("sm_mhz", "memory_mhz")
 SLOWER = 0.95
 """A clock below this share of the highest is worth a warning."""
 
@@ -30,6 +35,34 @@ class Readings:
         except nvml.NVMLError:
             return
         self._nvml = nvml
+
+    @contextmanager
+    def during(self) -> Iterator[dict[str, float]]:
+        """Filled when it is left: what was read last, and the least clocks that were seen on the way (`least_...`)."""
+        found: dict[str, float] = {}
+        if self._nvml is None:
+            yield found
+            return
+        seen: list[dict[str, float]] = []
+        ended = Event()
+
+        def watch() -> None:
+            while not ended.wait(EVERY_S):
+                seen.append(self.read())
+
+        watcher = Thread(target=watch, name="clocks", daemon=True)
+        watcher.start()
+        try:
+            yield found
+        finally:
+            last = self.read()
+            ended.set()
+            watcher.join()
+            found |= last
+            for name in CLOCKS:
+                values = [state[name] for state in (*seen, last) if name in state]
+                if values:
+                    found[f"least_{name}"] = min(values)
 
     def read(self) -> dict[str, float]:
         """By name, those that the device tells: MHz, degrees Celsius, W, PCIe's generation and lanes."""

@@ -40,7 +40,8 @@ DTYPES = ("float32", "float16", "bfloat16")
 RULES = {True: Rule(budget_s=0.1, steady_s=0.1), False: Rule()}
 """By whether the run is quick."""
 HURRY_S = {True: 40.0, False: 480.0}
-"""After so long every point is measured as little as its rule allows: under a minute, under ten."""
+"""Points that would begin later than their share of this are measured as little as their rule allows: under a minute,
+under ten."""
 
 
 @dataclass(frozen=True)
@@ -180,6 +181,14 @@ def _keep_configs(models: Sequence[_Model], out: Path) -> None:
                 copyfile(model.config, out / model.name)
 
 
+def rule_of(spent_s: float, done: float, *, quick: bool) -> Rule:
+    """How a point is measured after `spent_s` and this share of the points: those late are hurried, wherever they are.
+
+    Hurrying only what comes last would leave whole steps, and what is fitted to them, with the fewest repeats.
+    """
+    return RULES[quick] if spent_s <= HURRY_S[quick] * done else RULES[quick].hurried()
+
+
 def _measure(bench: "Bench", plan: Plan, log: PointLog, readings: "Readings", quick: bool) -> None:
     from calib.measure.clocks import Unmeasurable  # noqa: PLC0415
 
@@ -188,12 +197,15 @@ def _measure(bench: "Bench", plan: Plan, log: PointLog, readings: "Readings", qu
     console = Console(stderr=True, force_jupyter=False)
     with Progress(*columns, console=console, transient=True, disable=not sys.stderr.isatty()) as progress:
         task = progress.add_task("", total=len(plan.points))
+        left = [point for point in plan.points if not log.has(point)]
         for point in plan.points:
             progress.update(task, description=point.label)
             if not log.has(point):
-                rule = RULES[quick] if perf_counter() - begun < HURRY_S[quick] else RULES[quick].hurried()
+                rule = rule_of(perf_counter() - begun, left.index(point) / len(left), quick=quick)
                 try:
-                    log.add(Measured(point, bench.measure(point, rule), readings.read()))
+                    with readings.during() as states:
+                        repeats_s = bench.measure(point, rule)
+                    log.add(Measured(point, repeats_s, states))
                 except Unmeasurable as reason:
                     log.add(Skipped(point, str(reason)))
             progress.advance(task)

@@ -65,7 +65,7 @@ def test_a_graph_does_the_work_on_data_that_it_keeps_alive(device):
         def add():
             return element.add_(1)
 
-        return captured(add, device)
+        return captured(add, torch.cuda.Stream(device))
 
     replay = work()
     torch.ones(1000, device=device)
@@ -80,7 +80,7 @@ from calib.measure.graphs import captured
 device = torch.device("cuda", 0)
 stream = torch.cuda.current_stream(device)
 try:
-    captured(lambda: torch.ones(1, device=device).item(), device)
+    captured(lambda: torch.ones(1, device=device).item(), torch.cuda.Stream(device))
 except Unmeasurable as reason:
     print(reason, torch.cuda.current_stream(device) == stream)
 """

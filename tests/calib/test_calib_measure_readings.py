@@ -1,5 +1,6 @@
 """Clocks, temperature and link are read with every point, and what they say against a calibration is said."""
 
+from threading import Event
 from types import SimpleNamespace
 
 import pytest
@@ -65,6 +66,26 @@ def test_what_the_device_tells_is_read(device):
     assert device(nvml()).read() == STATE
     hidden = device(nvml(power=NVMLError("not supported"))).read()
     assert hidden == {name: value for name, value in STATE.items() if name != "power_w"}
+
+
+def test_clocks_are_read_while_a_point_is_measured(device, monkeypatch):
+    """A GPU that slows down and comes back before the last repeat ends would else leave no trace."""
+    monkeypatch.setattr(readings, "EVERY_S", 1e-4)
+    module, asked = nvml(), Event()
+    answers = iter([1980, 1200])
+
+    def clock(handle, kind):
+        if kind == 2:
+            return 3201
+        found = next(answers, 1980)
+        if found == 1200:
+            asked.set()
+        return found
+
+    module.nvmlDeviceGetClockInfo = clock
+    with device(module).during() as states:
+        assert asked.wait(10)
+    assert states == {**STATE, "least_sm_mhz": 1200.0, "least_memory_mhz": 3201.0}
 
 
 def test_a_cpu_and_a_driver_without_nvml_tell_nothing(device):

@@ -206,3 +206,11 @@ def test_what_nvidia_smi_says_of_the_clocks_is_read(monkeypatch):
     }
     monkeypatch.setattr(machine, "_smi", lambda *_: "")
     assert machine._clocks(torch.device("cuda", 0)) == {"throttled": "unknown"}
+
+
+def test_points_are_hurried_where_time_runs_short_and_not_because_they_are_last():
+    """40 s of a quick run: what begins at a quarter of the points after 10 s has its full rule, after 11 s the least;
+    the last ones have theirs where the run has caught up."""
+    full, least = run.RULES[True], run.RULES[True].hurried()
+    found = [run.rule_of(spent_s, done, quick=True) for spent_s, done in ((0, 0), (10, 0.25), (11, 0.25), (39, 0.99))]
+    assert found == [full, full, least, full]
