@@ -3,8 +3,9 @@
     T = ridge(linear FLOPs / F, linear bytes / H) + max(launch, elementwise bytes / E) + attention
         + ridge(head FLOPs / F, head bytes / H) + all-reduces + layers c + steps c_step
 
-its first term times what was measured over it by tokens, where that pays (`calib.factors`), with
-ridge(a, b) = (a^p + b^p)^(1/p) and attention as `sim.cost.roofline.RooflineCost` prices an iteration.
+with layers launched one by one lasting at least layers c_eager, and the first term times what was measured over it by
+tokens, where that pays (`calib.factors`). Attention is as `sim.cost.roofline.RooflineCost` prices an iteration, and
+ridge(a, b) = (a^p + b^p)^(1/p).
 
 Every constant has one physical meaning: F and F_attn the FLOP/s that matrix products and attention reach, H and E the
 bytes/s that memory delivers to matrix products and to what lies between them, c what a layer costs beside (launches,
@@ -28,6 +29,8 @@ from sim.cost.roofline import READ_ANEW, SPLIT_BELOW
 MOST_EXPONENT = 50.0
 """Beyond this the ridge is a corner: max(compute, memory)."""
 RATES = ("flops_per_s", "hbm_bytes_per_s")
+EAGER_PAYS = 1.5
+"""Without a cost of launching layers, errors on passes that were launched must be so many times as large."""
 LONG_ATTENTION = 0.1
 """Share of a prompt's FLOPs that attention must reach somewhere for its rate to be told from that of the rest."""
 NO_ALL_REDUCE = {
@@ -50,8 +53,16 @@ FORMS = {
 
 def predict_s(constants: Mapping[str, float], terms: Terms, factors: Sequence[Point] | None = None) -> Array:
     """Seconds of every sample, shape (samples,), from constants by their names in a profile, and products' factors."""
-    flops, memory = constants["flops_per_s"], constants["hbm_bytes_per_s"]
-    exponent = constants["roofline_exponent"]
+    device_s = _device_s(constants, terms, factors)
+    eager_s = constants.get("eager_layer_s", 0.0)
+    if not eager_s:
+        return device_s
+    beside_s = _head_s(constants, terms) + _step_s(constants, terms)
+    return device_s + np.maximum(0.0, terms.eager_layers * eager_s - (device_s - beside_s))
+
+
+def _device_s(constants: Mapping[str, float], terms: Terms, factors: Sequence[Point] | None) -> Array:
+    """The same where the host is always ahead of the GPU."""
     return (
         products_s(constants, terms) * factors_at(factors, terms.tokens)
         + np.maximum(
@@ -59,12 +70,22 @@ def predict_s(constants: Mapping[str, float], terms: Terms, factors: Sequence[Po
             terms.elementwise_bytes / constants["elementwise_bytes_per_s"],
         )
         + attention_s(constants, terms)
-        + ridge_s(terms.head_flops / flops, terms.head_bytes / memory, exponent)
+        + _head_s(constants, terms)
         + 2 * terms.layers * all_reduce_s(constants, terms.reduced_bytes, terms.gpus)
         + terms.layers * constants["layer_overhead_s"]
-        + terms.steps * constants.get("step_overhead_s", 0.0)
-        + terms.step_sequences * constants.get("step_s_per_sequence", 0.0)
+        + _step_s(constants, terms)
     )
+
+
+def _head_s(constants: Mapping[str, float], terms: Terms) -> Array:
+    read_s = terms.head_bytes / constants["hbm_bytes_per_s"]
+    return ridge_s(terms.head_flops / constants["flops_per_s"], read_s, constants["roofline_exponent"])
+
+
+def _step_s(constants: Mapping[str, float], terms: Terms) -> Array:
+    """What the engine of whole steps takes beside."""
+    each_s = terms.step_sequences * constants.get("step_s_per_sequence", 0.0)
+    return terms.steps * constants.get("step_overhead_s", 0.0) + each_s
 
 
 def products_s(constants: Mapping[str, float | Array], terms: Terms) -> Array:
@@ -148,10 +169,11 @@ def fit_roofline(
         Estimates of flops_per_s, attention_flops_per_s, hbm_bytes_per_s, kv_bytes_per_s, kv_padding_tokens,
         kv_padding_waves, roofline_exponent, layer_overhead_s, step_overhead_s, step_s_per_sequence,
         attention_tile_tokens, attention_slots, attention_padding_tokens, attention_roofline_exponent,
-        elementwise_bytes_per_s and elementwise_launch_s; those the samples say nothing about are left out (attention,
-        where prompts are short; the step, where no whole step was timed, or where all had as many layers: then the
-        layers' overhead holds both; tiles, where no decodes ran beside prompts; what lies between products, where it
-        was not timed apart).
+        elementwise_bytes_per_s, elementwise_launch_s and eager_layer_s. Those the samples say nothing about are left
+        out: attention, where prompts are short; the step, where no whole step was timed, or where all had as many
+        layers: then the layers' overhead holds both; tiles, where no decodes ran beside prompts, or these were of our
+        runtime, which attends in two kernels; what lies between products, where it was not timed apart; c_eager, where
+        nothing came from graphs, or launches were never what took longest.
     """
     if form == "no activations":
         terms = without_activations(terms)
@@ -163,7 +185,20 @@ def fit_roofline(
         return predict_s(complete({**fixed, **values}), terms)
 
     found = fit_relative(predicted, measured_s, parameters)
-    for name in ("attention_flops_per_s", "kv_bytes_per_s", "elementwise_bytes_per_s"):
+    if _of_the_runtime(terms) and "eager_layer_s" not in fixed:
+        eager = terms.eager_layers > 0
+        # Off what the quickest pass took a layer, where the maximum has no slope.
+        least_s = float(np.min(measured_s[eager] / terms.eager_layers[eager]))
+        launched = {**parameters, "eager_layer_s": Parameter(1.1 * least_s, log=False)}
+        other = fit_relative(predicted, measured_s, launched)
+
+        def miss(fit: Fit) -> float:
+            return float(np.mean(np.abs(np.log(predicted(fit.values) / measured_s)[eager])))
+
+        # Where the GPU always takes longer, the quickest passes' own scatter would pass for a floor.
+        if miss(found) > EAGER_PAYS * miss(other):
+            found, parameters = other, launched
+    for name in ("eager_layer_s", "attention_flops_per_s", "kv_bytes_per_s", "elementwise_bytes_per_s"):
         if name in parameters and not found.estimates[name].told:
             del parameters[name]
             found = fit_relative(predicted, measured_s, parameters)
@@ -200,7 +235,8 @@ def _parameters(terms: Terms, measured_s: Array, form: str) -> dict[str, Paramet
     if form != "KV at the weights' rate" and terms.kv_bytes.any():
         parameters["kv_bytes_per_s"] = Parameter(parameters["hbm_bytes_per_s"].start)
         parameters["kv_padding_tokens"] = Parameter(32.0, 0.0, log=False)
-    if np.any((terms.row_flops > 0) & (terms.decodes > 0)):
+    # The runtime's prompts and decodes attend in kernels of their own.
+    if np.any((terms.row_flops > 0) & (terms.decodes > 0)) and not _of_the_runtime(terms):
         parameters["attention_tile_tokens"] = Parameter(64.0, 1.0, 1024.0)
         parameters["attention_slots"] = Parameter(128.0, 1.0)
         if "kv_padding_tokens" in parameters:
@@ -243,6 +279,12 @@ def _has_long_prompts(terms: Terms) -> bool:
     total = terms.linear_flops + terms.attention_flops
     share = np.divide(terms.attention_flops, total, out=np.zeros_like(total), where=total > 0)
     return bool(np.max(share, initial=0.0) >= LONG_ATTENTION)
+
+
+def _of_the_runtime(terms: Terms) -> bool:
+    """Whether some layers came from graphs and others were launched one by one, as our own runtime does."""
+    eager = terms.eager_layers > 0
+    return bool(eager.any() and np.any((terms.elementwise_layers > 0) & ~eager & (terms.layers > 0)))
 
 
 def _tells_steps_apart(terms: Terms) -> bool:

@@ -47,6 +47,7 @@ class Terms:
         reduced_bytes, gpus: per all-reduce of a whole step, two a layer; none where a single GPU's layers were timed.
         layers, elementwise_layers, steps: how often the overhead per layer and per step was paid.
         step_sequences: sequences of a whole step.
+        eager_layers: layers whose kernels the host launched one by one; 0 of a CUDA graph.
     """
 
     tokens: Array
@@ -75,6 +76,7 @@ class Terms:
     elementwise_layers: Array
     steps: Array
     step_sequences: Array
+    eager_layers: Array
 
     @property
     def attention_flops(self) -> Array:
@@ -127,9 +129,9 @@ def _row(sample: Sample, model: ModelSpec) -> tuple[float, ...]:
         (model.head_weight_bytes + head_rows * model.head_activation_bytes_per_token) / tp if head_rows else 0.0,
     )
     if sample.op == "lm_head":
-        return (*[0.0] * 6, *NO_ATTENTION, *head, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0)
+        return (*[0.0] * 6, *NO_ATTENTION, *head, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0)
     if sample.op == "elementwise":
-        return (*[0.0] * 5, elementwise, *NO_ATTENTION, *head, 0.0, 1.0, 0.0, float(layers), 0.0, 0.0)
+        return (*[0.0] * 5, elementwise, *NO_ATTENTION, *head, 0.0, 1.0, 0.0, float(layers), 0.0, 0.0, 0.0)
     if (model.kv_layers or model.gdn) and sample.op != "linear":
         raise UserError(f"model {model.name}: samples cannot be priced: layers differ in their KV; time another model")
     if model.mla and (sample.is_decode or sample.decodes):
@@ -150,6 +152,7 @@ def _row(sample: Sample, model: ModelSpec) -> tuple[float, ...]:
         float(layers) if is_whole else 0.0,
         1.0 if sample.op == "step" else 0.0,
         float(sample.batch_size + sample.decodes) if sample.op == "step" else 0.0,
+        0.0 if sample.graph or not is_whole else float(layers),
     )
 
 

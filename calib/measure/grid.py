@@ -13,6 +13,7 @@ class Grid:
         prompts: tokens of single prompts, ascending; the first three are timed on the slowest machine.
         prompt_batches: (sequences, tokens each).
         chunks: (tokens computed, tokens cached before) of single sequences.
+        mixed: (tokens of a prompt, decodes beside it, tokens cached before each of these).
         decode_batches, decode_contexts: all pairs of sequences and tokens cached before.
         head_rows: rows of the LM head.
         recomputed, restored: tokens of prefixes.
@@ -29,6 +30,7 @@ class Grid:
     prompts: tuple[int, ...]
     prompt_batches: tuple[tuple[int, int], ...]
     chunks: tuple[tuple[int, int], ...]
+    mixed: tuple[tuple[int, int, int], ...]
     decode_batches: tuple[int, ...]
     decode_contexts: tuple[int, ...]
     head_rows: tuple[int, ...]
@@ -48,6 +50,7 @@ FULL = Grid(
     prompts=(16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768),
     prompt_batches=((4, 512), (8, 1024), (16, 256), (64, 128)),
     chunks=((128, 2048), (512, 2048), (512, 8192), (512, 32768), (2048, 8192), (2048, 30720)),
+    mixed=tuple((n, b, c) for n in (64, 256, 1024) for b, c in ((8, 512), (64, 512), (8, 8192), (128, 2048))),
     decode_batches=(1, 2, 4, 8, 16, 32, 64, 128, 256, 512),
     decode_contexts=(128, 512, 2048, 8192, 32768, 131072),
     head_rows=(1, 4, 16, 64, 256, 1024),
@@ -81,6 +84,7 @@ QUICK = Grid(
     prompts=(16, 64, 256, 1024, 4096),
     prompt_batches=((4, 256),),
     chunks=((256, 1024),),
+    mixed=((64, 8, 512), (256, 32, 512), (512, 8, 2048)),
     decode_batches=(1, 8, 64),
     decode_contexts=(128, 512, 2048),
     head_rows=(1, 64),

@@ -70,13 +70,14 @@ class ModelWork:
             rows = self._hidden(point.batch_size, seed)
             yield from repeat(lambda: self._decoder.logits(rows))
         tables = self._tables(point, np.random.default_rng(seed))
-        hidden = self._hidden(point.batch_size * (point.new_tokens + point.draw), seed)
-        cached = [point.context_tokens] * point.batch_size
+        hidden = self._hidden(point.batch_size * (point.new_tokens + point.draw) + point.decodes, seed)
+        decodes = [1] * point.decodes
+        cached = [point.context_tokens] * point.batch_size + [point.decode_context_tokens] * point.decodes
         work: Work | None = None
         for lengths in drawn_lengths(point, seed):
             if work is None or point.draw:
-                batch = AttentionBatch.build(lengths, cached, tables, BLOCK_TOKENS, self._decoder.device)
-                work = self._work(point, batch, hidden[: sum(lengths)])
+                batch = AttentionBatch.build([*lengths, *decodes], cached, tables, BLOCK_TOKENS, self._decoder.device)
+                work = self._work(point, batch, hidden[: sum(lengths) + point.decodes])
             yield work
 
     def _work(self, point: Point, batch: AttentionBatch, hidden: Tensor) -> Work:
@@ -101,12 +102,12 @@ class ModelWork:
         layers = self._pool.num_groups
         width = -(-point.length // BLOCK_TOKENS)
         own = 1 if point.op == "recompute" else layers
-        count = own * point.batch_size * width
+        count = own * point.sequences * width
         if count > self._pool.num_blocks:
             raise Unmeasurable(f"needs {count} KV blocks, the pool has {self._pool.num_blocks}")
         ids = rng.permutation(self._pool.num_blocks)[:count].astype(np.int32)
-        tables = ids.reshape(own, point.batch_size, width)
-        return np.ascontiguousarray(np.broadcast_to(tables, (layers, point.batch_size, width)))
+        tables = ids.reshape(own, point.sequences, width)
+        return np.ascontiguousarray(np.broadcast_to(tables, (layers, point.sequences, width)))
 
     def _hidden(self, rows: int, seed: int) -> Tensor:
         device, dtype = self._decoder.device, self._decoder.dtype

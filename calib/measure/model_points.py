@@ -61,6 +61,9 @@ class ModelPoints:
             yield self._layers(batch, tokens, 0)
         for tokens, context in grid.chunks:
             yield self._layers(1, tokens, context)
+        # Where decodes come from graphs: elsewhere kernels take their turns anyway.
+        for tokens, decodes, context in grid.mixed if self._limits.graphs else ():
+            yield replace(self._layers(1, tokens, 0), decodes=decodes, decode_context_tokens=context)
         for context in grid.decode_contexts:
             for batch in grid.decode_batches:
                 yield self._decodes(batch, context)

@@ -28,6 +28,8 @@ class Point(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
     batch_size: int = 1
     new_tokens: int = 0
     context_tokens: int = 0
+    decodes: int = 0
+    decode_context_tokens: int = 0
     num_bytes: int = 0
     num_copies: int = 1
     memory: str = "pinned"
@@ -39,6 +41,11 @@ class Point(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
         return self.batch_size * self.new_tokens
 
     @property
+    def sequences(self) -> int:
+        """Sequences, those that decode beside others included."""
+        return self.batch_size + self.decodes
+
+    @property
     def draw(self) -> int:
         """How far the lengths of its prompts lie from `new_tokens` at most (`calib.measure.lengths`)."""
         is_prompt = self.op in DRAWN_OPS and not self.context_tokens and not self.graph
@@ -47,13 +54,13 @@ class Point(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
     @property
     def length(self) -> int:
         """Tokens of its longest sequence in the end."""
-        return self.context_tokens + self.new_tokens + self.draw
+        return max(self.context_tokens + self.new_tokens + self.draw, self.decode_context_tokens + (self.decodes > 0))
 
     @property
     def blocks(self) -> int:
         """KV blocks that its sequences need in one layer."""
         needs_none = self.op == "lm_head" or not self.new_tokens
-        return 0 if needs_none else self.batch_size * -(-self.length // BLOCK_TOKENS)
+        return 0 if needs_none else self.sequences * -(-self.length // BLOCK_TOKENS)
 
     @property
     def piece_bytes(self) -> int:
@@ -68,6 +75,8 @@ class Point(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
             words.append(f"{self.model}, {self.batch_size} x {self.new_tokens} tokens")
             if self.context_tokens:
                 words.append(f"after {self.context_tokens}")
+            if self.decodes:
+                words.append(f"beside {self.decodes} decodes after {self.decode_context_tokens}")
         if self.num_bytes:
             pieces = f"{self.num_copies} x " if self.num_copies > 1 else ""
             words.append(f"{pieces}{readable_bytes(self.piece_bytes)} {self.memory}")

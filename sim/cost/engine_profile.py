@@ -29,14 +29,16 @@ TODAYS, TODAYS_SERIAL = "vllm-v1-async", "vllm-v1"
 UNITS = {"host_base_s": "s", "host_s_per_sequence": "s/sequence", "front_end_s": "s"}
 """Constants and their units. An iteration of n sequences takes the host `host_base_s` + n `host_s_per_sequence`; a
 request spends `front_end_s` in the HTTP server and the tokeniser, before it is scheduled and on its answers' way."""
-OPTIONAL_UNITS = {"sampling_s_per_logit": "s", "front_end_s_per_token": "s/token"}
+OPTIONAL_UNITS = {"sampling_s_per_logit": "s", "front_end_s_per_token": "s/token", "eager_layer_s": "s"}
 """Zero where absent. What the GPU takes for each token that it samples and each entry of the vocabulary, beside the LM
 head: nothing for the most likely token, a sort where top-k and top-p cut the rest off. What a request spends in the
-front end for each token of its prompt, before it is scheduled: the tokeniser's time, cached prefix or not."""
+front end for each token of its prompt, before it is scheduled: the tokeniser's time, cached prefix or not. The least
+that a layer takes whose kernels the host launches one by one, as in iterations with prompts."""
 KNOWN_UNITS = {**UNITS, **OPTIONAL_UNITS}
 MEASURED = {
     "step_overhead_s": "host_base_s",
     "step_s_per_sequence": "host_s_per_sequence",
+    "eager_layer_s": "eager_layer_s",
     "front_end_s": "front_end_s",
     "front_end_s_per_token": "front_end_s_per_token",
 }

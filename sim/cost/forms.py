@@ -149,6 +149,7 @@ def _with_engine(
     if engine is not None:
         cost.host = engine.host_time()
         # Every GPU of a group has all logits, and samples.
+        cost.eager_s = engine.value("eager_layer_s") * model.num_layers
         cost.sampling_s_per_sample = engine.value("sampling_s_per_logit") * model.vocab_size
         # A CPU, which makes its copies itself, launches no graphs.
         cost.padded = engine.padding() if hardware.copies_beside_compute else None

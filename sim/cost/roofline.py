@@ -66,6 +66,8 @@ class RooflineCost(CostModel):
     """Whether the engine copies a block as one piece, whatever it holds; else each layer's keys and values apart."""
     sampling_s_per_sample = 0.0
     """What the engine's sampler takes for a token, beside the LM head."""
+    eager_s = 0.0
+    """The least that the layers of an iteration with prompts take, where their kernels are launched one by one."""
 
     def __init__(self, model: ModelSpec, hardware: HardwareSpec, profile: Profile, tp: int) -> None:
         super().__init__()
@@ -380,6 +382,8 @@ class RooflineCost(CostModel):
         else:
             work_s = self._uneven_s(plan) + read_s
         seconds = work_s + self.overhead_s
+        if seconds < self.eager_s:
+            seconds = self.eager_s
         if self.delta_net:
             seconds += self.delta_net.decode_s(num_decodes) + self.delta_net.prefill_s(_chunks(plan))
         if sampled:
@@ -426,7 +430,7 @@ class RooflineCost(CostModel):
         return self.unread_s_per_token * num_tokens
 
     def prefill_s(self, prompt_tokens: int) -> float:
-        seconds = self._prompt_s(prompt_tokens) + self.overhead_s + self.head_s(1)
+        seconds = max(self._prompt_s(prompt_tokens) + self.overhead_s, self.eager_s) + self.head_s(1)
         return seconds + self.added_host_s(1) + self.all_reduce_s(prompt_tokens)
 
     def _prompt_s(self, num_tokens: int) -> float:

@@ -76,7 +76,10 @@ def test_each_layer_writes_the_kv_of_its_own_blocks(small):
     assert changed(small, Point(op="restore", new_tokens=33, **shape)) == 6
     assert changed(small, Point(op="layers", new_tokens=1, context_tokens=20, batch_size=4, **shape)) == 8
     assert changed(small, Point(op="recompute", new_tokens=33, model="small", num_layers=3)) in (3, 6)
+    beside = Point(op="layers", new_tokens=33, decodes=2, decode_context_tokens=20, **shape)
+    assert changed(small, beside) == 10
     with torch.inference_mode():
+        assert next(small.works(beside))().shape == (35, 64)
         assert next(small.works(Point(op="layers", new_tokens=5, batch_size=2, **shape)))().shape == (10, 64)
         assert next(small.works(Point(op="lm_head", batch_size=3, new_tokens=1, model="small")))().shape == (3, 500)
 

@@ -372,6 +372,27 @@ def test_our_own_engine_takes_the_host_time_that_its_calibration_found():
     assert other.measured_by(measured("fitted jointly", "fitted jointly")) is other
 
 
+def test_layers_with_prompts_last_as_long_as_our_engine_takes_to_launch_them():
+    """Those of decodes come from a graph; of long prompts the GPU takes longer; another engine has graphs for both."""
+    profile = load_profile("h100-imported")
+    found = {
+        "step_overhead_s": Constant(0.0, None, "s", "fitted"),
+        "eager_layer_s": Constant(2e-4, None, "s", "fitted"),
+    }
+    profile = msgspec.structs.replace(profile, status="measured", constants={**profile.constants, **found})
+    model, hardware = load_model("qwen3-0.6b"), load_hardware("h100")
+
+    def prompt_s(engine, tokens):
+        engine = load_engine_profile(engine).measured_by(profile)
+        cost = build_cost(model, hardware, profile, 1, 1e6, None, engine)
+        return cost.prefill_s(tokens) - cost.head_s(1) - cost.added_host_s(1)
+
+    ours, other = prompt_s("kvtwin", 16), prompt_s("vllm-v1", 16)
+    assert ours == pytest.approx(28 * 2e-4) and other < 0.5 * ours
+    long_s = prompt_s("kvtwin", 16_384)
+    assert long_s == pytest.approx(prompt_s("vllm-v1", 16_384)) and long_s > ours
+
+
 @pytest.mark.parametrize(("engine", "pieces"), [("kvtwin", 5), ("vllm-0.5", 2 * 32 * 5)])
 def test_blocks_are_copied_in_the_pieces_that_the_engine_asks_for(engine, pieces):
     hardware = load_hardware("a100-80g")
