@@ -6,7 +6,7 @@ import errno
 import gc
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from difflib import get_close_matches
 from functools import partial
 from importlib import import_module
@@ -22,13 +22,34 @@ GC_THRESHOLDS = (100_000, 50, 50)
 """A simulation makes many objects and few cycles: looking for garbage after every 700 of them is waste."""
 
 
+class _Help(argparse.Action):
+    """`--help [TOPIC]`."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,  # noqa: ANN401
+        option_string: str | None = None,
+    ) -> None:
+        assert isinstance(parser, Parser)
+        sys.stdout.write(parser.help_on(values))
+        parser.exit()
+
+
 class Parser(argparse.ArgumentParser):
     """Errors in one line, with exit status 2."""
 
     def __init__(self, **options: Any) -> None:  # noqa: ANN401
         # Flags are spelled out: what abbreviates one of them today may mean two tomorrow.
-        super().__init__(allow_abbrev=False, **options)
+        super().__init__(allow_abbrev=False, add_help=False, **options)
         self._fills: list[tuple[tuple[str, ...], Callable[[Parser], None]]] = []
+        self.rare: Collection[str] = ()
+        """Options that the short help of a command with many has not; those of policies are not in it either."""
+        self.needed: Collection[str] = ()
+        """Options that it has, even so."""
+        text = "this help; of a command with many options `--help all`, or `--help layerkv` for a policy's"
+        self.add_argument("-h", "--help", nargs="?", action=_Help, metavar="TOPIC", dest=argparse.SUPPRESS, help=text)
 
     def later(self, fill: "Callable[[Parser], None]", words: tuple[str, ...] = ()) -> None:
         """Add the flags when they are needed: a command has dozens, and only one command runs.
@@ -54,6 +75,46 @@ class Parser(argparse.ArgumentParser):
     def format_help(self) -> str:
         self._add_flags()
         return super().format_help()
+
+    def help_on(self, topic: str | None) -> str:
+        """The help on what most need, on `all`, or on a policy's options; exits where there is no such topic."""
+        whole = self.format_help()
+        if topic == "all" or (topic is None and not self.rare):
+            return whole
+        if topic is None:
+            return self._short_help()
+        groups = {str(group.title): group for group in self._action_groups}
+        group = groups.get(f"options of {topic}")
+        if group is None:
+            topics = [title.removeprefix("options of ") for title in groups if title.startswith("options of ")]
+            self.error(f"--help {topic}: no such topic; there are {', '.join(['all', *topics])}")
+        formatter = self._get_formatter()
+        formatter.start_section(group.title)
+        formatter.add_text(group.description)
+        formatter.add_arguments(group._group_actions)
+        formatter.end_section()
+        return formatter.format_help()
+
+    def _short_help(self) -> str:
+        """The help without the options that few need and those of policies."""
+        of_policies = [g for g in self._action_groups if str(g.title).startswith("options of ")]
+        rare = {*self.rare, *(action.dest for group in of_policies for action in group._group_actions)}
+        rare.difference_update(self.needed)
+        formatter, shown = self._get_formatter(), [action for action in self._actions if action.dest not in rare]
+        formatter.add_usage(f"%(prog)s {' '.join(['[options]', *self._positionals_shown()])}".rstrip(), [], [])
+        formatter.add_text(self.description)
+        formatter.start_section("what most need")
+        formatter.add_arguments(shown)
+        formatter.end_section()
+        left = len(self._actions) - len(shown)
+        formatter.add_text(
+            f"{left} more options: {self.prog} --help all; those of a policy: {self.prog} --help layerkv. "
+            "docs/guide.md says what they are for."
+        )
+        return formatter.format_help()
+
+    def _positionals_shown(self) -> list[str]:
+        return [str(action.metavar or action.dest) for action in self._actions if not action.option_strings]
 
     def parse_known_args(  # type: ignore[override]
         self,

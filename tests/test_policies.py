@@ -139,7 +139,7 @@ def test_it_is_listed_and_its_options_are_flags(install: Install, capsys: pytest
     assert main(["policies"]) == 0
     assert "last come, first served" in capsys.readouterr().out
     with pytest.raises(SystemExit):
-        main(["run", "--help"])
+        main(["run", "--help", "all"])
     assert "--mine-least" in capsys.readouterr().out
 
 

@@ -27,8 +27,19 @@ BUILT_IN = {"model": "models", "gpu": "gpus"}
 """Options that take names, and the folders that hold what ships."""
 
 
+MOST_NEEDED = (
+    "scenario", "policy", "out", "trace", "trace_format", "workload", "num_prompts", "request_rate", "max_concurrency",
+    "input_len", "output_len", "seed", "model", "gpu", "tp", "pp", "replicas", "quantization", "kv_cache_dtype",
+    "profile", "max_num_seqs", "max_num_batched_tokens", "max_model_len", "enable_prefix_caching",
+    "kv_offloading_size", "goodput", "timeline", "figures", "quiet", "bounds",
+)  # fmt: skip
+"""Options that the short help has."""
+
+
 def add_flags(parser: Any, without: Collection[str] = ()) -> None:  # noqa: ANN401 - the command line's own parser
     """Add a flag for every field of a scenario, and `--out`, but those `without`, and every option of the policies."""
+    parser.needed = MOST_NEEDED
+    parser.rare = {f.name for owner in (Outputs, Scenario) for f, _ in option_fields(owner)} | {PREEMPTION_MODE}
     if "scenario" not in without:
         text = "TOML file with these options; flags override it"
         parser.add_argument("--scenario", type=Path, metavar="FILE", help=text)

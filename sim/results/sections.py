@@ -207,7 +207,7 @@ class ResolvedScenario(Scenario):
     policy: str
     """Name of the policy, without its options."""
     policy_options: dict[str, Option]
-    """Options of the policy by name, defaults included; `kvtwin run --help` explains them."""
+    """Options of the policy by name, defaults included; `kvtwin run --help all` explains them."""
     policy_parts: dict[str, str]
     """Name of each part: `order`, `batching`, `admission`, `memory`, `eviction`, `stage`."""
     num_gpu_blocks: int

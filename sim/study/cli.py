@@ -35,7 +35,9 @@ SWEEP_HELP = (
 )
 TUNE_HELP = (
     "Search a study file with a table [tune] (docs/tune.md) for the policy and the knobs that carry the most load, "
-    "need the fewest GPUs or cost least under SLOs, and say which limit binds and what more of it would buy."
+    "need the fewest GPUs or cost least under SLOs, and say which limit binds and what more of it would buy. Keys of "
+    "[tune]: goal (load, gpus, cost or goodput), slo (METRIC:BOUND, ...), price (of a GPU and hour), repeats (seeds), "
+    "trials (of Optuna), storage (its database); and [tune.grid], [tune.zip] or [tune.random] of policies and knobs."
 )
 MAP_HELP = (
     "Run the policies of a study file over two parameters, by default prompt length and PCIe bandwidth, and draw "

@@ -31,7 +31,27 @@ def test_help_names_versions_defaults_models_and_gpus(capsys):
         kvtwin.main(["--version"])
     assert capsys.readouterr().out == f"kvtwin {VERSION}\n"
     with pytest.raises(SystemExit):
-        kvtwin.main(["run", "--help"])
+        kvtwin.main(["run", "--help", "all"])
     text = " ".join(capsys.readouterr().out.split())
     for words in ("llama-3.1-8b", "rtx-4090", "(default: llama-2-7b)", "(default: a100-80g)", "(default: 0.9)"):
         assert words in text
+
+
+def test_help_is_short_unless_all_or_a_policy_is_asked_for(capsys):
+    """Options of the command itself are always there; a topic that is none is told which there are."""
+
+    def told(*words):
+        with pytest.raises(SystemExit) as end:
+            kvtwin.main([*words])
+        found = capsys.readouterr()
+        return end.value.code, found.out, found.err
+
+    status, text, _ = told("run", "--help")
+    assert status == 0 and "--max-num-seqs" in text and "more options: kvtwin run --help all" in text
+    assert not {"--layerkv-threshold", "--burst-factor"} & set(text.replace(",", " ").split())
+    _, text, _ = told("run", "--help", "layerkv")
+    assert text.startswith("options of layerkv:") and "--layerkv-threshold" in text and "--model" not in text
+    assert "[tune]: goal" in " ".join(told("tune", "-h")[1].split())
+    assert "--bench" in told("profile", "fit", "--help")[1]
+    status, _, error = told("run", "--help", "mine")
+    assert (status, error.startswith("kvtwin run: --help mine: no such topic; there are all, vllm-v1, ")) == (2, True)

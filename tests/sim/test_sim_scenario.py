@@ -210,7 +210,7 @@ def test_a_value_out_of_range_names_the_file_unless_a_flag_gave_it(tmp_path, cap
 def test_every_option_has_a_flag_and_a_line_of_help(capsys):
     for command in ("run", "compare"):
         with pytest.raises(SystemExit) as caught:
-            kvtwin.main([command, "--help"])
+            kvtwin.main([command, "--help", "all"])
         assert caught.value.code == 0
         words = capsys.readouterr().out.replace(",", " ").split()
         flags = {flag(f.name) for owner in (Scenario, Outputs) for f in fields(owner)}
