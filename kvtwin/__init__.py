@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from kvtwin.api import (
         ComparisonResult,
         MapResult,
+        PlanResult,
         Policy,
         Result,
         RunResult,
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
         TuneResult,
         compare,
         load_result,
+        plan,
         profile_errors,
         profile_table,
         regime_map,
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
 __all__ = [
     "ComparisonResult",
     "MapResult",
+    "PlanResult",
     "Policy",
     "Result",
     "RunResult",
@@ -42,6 +45,7 @@ __all__ = [
     "compare",
     "load_result",
     "main",
+    "plan",
     "profile_errors",
     "profile_table",
     "regime_map",

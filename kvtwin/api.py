@@ -19,7 +19,7 @@ import numpy as np
 import pandas as pd
 
 from kvtwin.arguments import names_of, path_of, policies_of, policy_of, scenario_of
-from kvtwin.studies import MapResult, SweepResult, TuneResult, regime_map, sweep, tune
+from kvtwin.studies import MapResult, PlanResult, SweepResult, TuneResult, plan, regime_map, sweep, tune
 from sim.cost.changed_profile import profile_named
 from sim.errors import UserError
 from sim.options.policies import options_of, parse_policy
@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 __all__ = [
     "ComparisonResult",
     "MapResult",
+    "PlanResult",
     "Policy",
     "Result",
     "RunResult",
@@ -56,6 +57,7 @@ __all__ = [
     "UserError",
     "compare",
     "load_result",
+    "plan",
     "profile_errors",
     "profile_table",
     "regime_map",

@@ -148,6 +148,7 @@ COMMANDS = {
     "report": ("sim.cli", "one HTML page of saved runs"),
     "explain": ("sim.cli", "why one request waited, or the slowest, in sentences"),
     "policies": ("kvtwin.policies", "list the systems, their parts and options, and what mixes"),
+    "plan": ("sim.study.cli", "the deployment and the GPUs for my traffic under SLOs"),
     "sweep": ("sim.study.cli", "simulate every point of a study file"),
     "tune": ("sim.study.cli", "search for the best policy and knobs under SLOs"),
     "map": ("sim.study.cli", "draw which policy wins over two parameters"),

@@ -23,6 +23,7 @@ from sim.study.tune import tune as search
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+    from sim.study.plan import Planned
     from sim.study.regimes import Regimes
 
 
@@ -149,6 +150,54 @@ def tune(
     folder, asked = path_of("out", out), read_tune(*_read(study))
     with owning(folder, "out"):
         return TuneResult(search(asked, folder, Means(backend, address, jobs, max_seconds)))
+
+
+@dataclass(frozen=True, repr=False)
+class PlanResult:
+    """The answer of a plan.
+
+    Attributes:
+        planned: the answer typed: `best`, `answer`, the interval `fewest` to `most`, `gains`.
+    """
+
+    planned: "Planned"
+
+    @property
+    def table(self) -> pd.DataFrame:
+        """A row for each number of GPUs that was looked at: load, its interval, deployment, whether on the front."""
+        from sim.study.plan_report import front  # noqa: PLC0415
+
+        return pd.DataFrame(front(self.planned))
+
+    @property
+    def text(self) -> str:
+        """The answer in sentences, as `kvtwin plan` prints it."""
+        from sim.study.plan_report import lines  # noqa: PLC0415
+
+        return "\n".join(lines(self.planned))
+
+    def __repr__(self) -> str:
+        return f"<PlanResult: {self.text.splitlines()[0]}>"
+
+
+def plan(question: Mapping[str, Any], out: str | Path, *, jobs: int | None = None) -> PlanResult:
+    """Search for a deployment, as `kvtwin plan` does.
+
+    Args:
+        question: the command's flags by name: `{"model": "qwen3-32b", "gpu": ["h100"], "max_gpus": 4,
+            "trace": "mine.csv", "slo": ["p99_ttft_ms:1000"]}`.
+        out: folder in which every run is kept as it ends.
+        jobs: processes, by default one a core.
+
+    Raises:
+        UserError: a bad question, nothing that can be deployed, or a folder that cannot be written.
+    """
+    from sim.study.plan import plan as search_plan  # noqa: PLC0415
+    from sim.study.plan import read_plan  # noqa: PLC0415
+
+    asked = read_plan({key.replace("-", "_"): value for key, value in question.items()})
+    with owning(Path(out), "out"):
+        return PlanResult(search_plan(asked, Path(out), Means(jobs=jobs)))
 
 
 @dataclass(frozen=True, repr=False)

@@ -282,6 +282,9 @@ class OptionError(UserError):
         self.name = name
 
 
+OF_LAYOUTS = ("tp", "pipeline_parallel_size", "replicas", "router", "prefill_replicas", "decode_replicas", "prefill_tp")
+OF_LAYOUTS += ("decode_tp", "prefill_pipeline_parallel_size", "decode_pipeline_parallel_size")
+"""Options that say which engines there are, and on how many GPUs."""
 READING = (
     "time_unit",
     "hash_block_tokens",

@@ -70,3 +70,18 @@ def runs_bar(label: str) -> Iterator[Callable[[int], Callable[[Ended], None]]]:
             return told
 
         yield begin
+
+
+@contextmanager
+def work_bar(label: str) -> Iterator[Callable[[str, float, float], None]]:
+    """A bar for work whose amount becomes known on the way: told a stage, what is done, and how much it will be."""
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:.0f} %"))
+    with Progress(
+        *columns, TimeElapsedColumn(), TimeRemainingColumn(), console=Console(stderr=True), transient=True
+    ) as bar:
+        task = bar.add_task(label, total=None)
+
+        def told(stage: str, done: float, total: float) -> None:
+            bar.update(task, description=f"{label}: {stage}", completed=done, total=max(total, done, 1.0))
+
+        yield told

@@ -87,20 +87,43 @@ def traffic(scenario: Scenario, warnings: list[str] | None = None, trace: ReadTr
 WORTH_SAYING = 0.01
 
 
+class _Sharing:
+    """How many of the prompt tokens told so far stand in earlier prompts or answers."""
+
+    def __init__(self) -> None:
+        self._seen: set[int] = set()
+        self.shared = self.total = 0
+
+    @property
+    def share(self) -> float:
+        return self.shared / self.total if self.total else 0.0
+
+    def add(self, request: Request) -> None:
+        self.total += request.prompt_tokens
+        if request.hash_ids:
+            seen, ids = self._seen, request.hash_ids
+            known = next((i for i, ident in enumerate(ids) if ident not in seen), len(ids))
+            self.shared += min(known * request.hash_block_tokens, request.prompt_tokens - 1)
+            seen.update(ids, request.output_hash_ids)
+
+
+def shared_prefix_share(requests: Iterable[Request]) -> float:
+    """Share of the prompt tokens that an endless prefix cache would have."""
+    sharing = _Sharing()
+    for request in requests:
+        sharing.add(request)
+    return sharing.share
+
+
 def note_shared_prefixes(requests: Iterable[Request], warnings: list[str]) -> Iterator[Request]:
     """The requests; at their end `warnings` get how much of their prompts a prefix cache would have had."""
-    seen: set[int] = set()
-    shared = total = 0
+    sharing = _Sharing()
     for request in requests:
-        total += request.prompt_tokens
-        if request.hash_ids:
-            known = next((i for i, ident in enumerate(request.hash_ids) if ident not in seen), len(request.hash_ids))
-            shared += min(known * request.hash_block_tokens, request.prompt_tokens - 1)
-            seen.update(request.hash_ids, request.output_hash_ids)
+        sharing.add(request)
         yield request
-    if shared > WORTH_SAYING * total:
+    if sharing.share > WORTH_SAYING:
         warnings.append(
-            f"{shared / total:.0%} of the prompt tokens stand in earlier prompts or answers (hash_ids) and were "
+            f"{sharing.share:.0%} of the prompt tokens stand in earlier prompts or answers (hash_ids) and were "
             "computed again: --enable-prefix-caching keeps them, or a policy that does (vllm-v1)"
         )
 

@@ -2,7 +2,7 @@
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
 from functools import partial
@@ -14,13 +14,14 @@ from sim.errors import UserError
 from sim.files import out_folder
 from sim.options.flags import add_flags
 from sim.options.policies import owned_option
-from sim.options.scenario import ALIASES, Outputs
+from sim.options.scenario import ALIASES, OF_LAYOUTS, Outputs
 from sim.options.scenario_file import option_named, read_toml, scenario_keys
 from sim.options.values import convert, flag
 from sim.run.folders import owning
 from sim.run.interrupts import INTERRUPTED
 
 if TYPE_CHECKING:
+    from sim.study.race import Bar
     from sim.study.sweep import Means, Place, Told
 
 REPRODUCE_HELP = (
@@ -38,6 +39,11 @@ TUNE_HELP = (
     "need the fewest GPUs or cost least under SLOs, and say which limit binds and what more of it would buy. Keys of "
     "[tune]: goal (load, gpus, cost or goodput), slo (METRIC:BOUND, ...), price (of a GPU and hour), repeats (seeds), "
     "trials (of Optuna), storage (its database); and [tune.grid], [tune.zip] or [tune.random] of policies and knobs."
+)
+PLAN_HELP = (
+    "Which deployment on how many GPUs for this traffic under SLOs (docs/plan.md): tensor parallelism, replicas or "
+    "prefill and decode pools, token budget, seats, KV type, prefix caching and offload, searched together. What an "
+    "option says is not searched. Ends with the commands that serve it."
 )
 MAP_HELP = (
     "Run the policies of a study file over two parameters, by default prompt length and PCIe bandwidth, and draw "
@@ -69,6 +75,25 @@ def add_tune(parser: argparse.ArgumentParser) -> None:
     parser.description = TUNE_HELP
     parser.set_defaults(run=partial(_goes_on, tune_command))
     _add_study(parser, "scenario, goal, SLOs and knobs")
+
+
+def add_plan(parser: argparse.ArgumentParser) -> None:
+    """`plan`."""
+    parser.description = PLAN_HELP
+    parser.set_defaults(run=partial(_goes_on, plan_command))
+    parser.add_argument("--gpu", nargs="+", metavar="G", help="kinds, one of which is taken (default: a100-80g)")
+    parser.add_argument("--max-gpus", metavar="N", help="most GPUs there may be (default: 8)")
+    parser.add_argument("--slo", nargs="+", metavar="METRIC:BOUND", help="such as p99_ttft_ms:1000 p99_tpot_ms:50")
+    parser.add_argument(
+        "--objective", metavar="WHAT", help="gpus: the fewest (default); goodput: the most load on --max-gpus; cost"
+    )
+    parser.add_argument("--gpu-hour-usd", nargs="+", metavar="USD", help="for cost: of a GPU, as 2.5 or h100=2.5 l20=1")
+    parser.add_argument(
+        "--layouts", metavar="WHICH", help="engines (that do both), pools (prefill and decode), or both (default)"
+    )
+    parser.add_argument("--seeds", metavar="N", help="draws of the traffic, for intervals (default: 5)")
+    add_means(parser)
+    add_flags(parser, without=(*NOT_OF_A_STUDY, "gpu", *OF_LAYOUTS[1:]))
 
 
 def add_map(parser: argparse.ArgumentParser) -> None:
@@ -111,14 +136,20 @@ def means_of(arguments: argparse.Namespace) -> "Means":
 
 def study_table(arguments: argparse.Namespace, command: str) -> dict[str, Any]:
     """The table in the study's file, with what flags say in place of what the file says."""
-    known = {name for name in scenario_keys() if name not in NOT_OF_A_STUDY}
-    given: dict[str, Any] = {}
-    for name, value in vars(arguments).items():
-        if value is not None and (name in known or owned_option(name)):
-            given[name] = convert(flag(name), value, option_named(name, "flags")[1])
+    given = _flags_given(arguments)
     table = read_toml(arguments.study, command)
     spelt = {key: ALIASES.get(name := key.replace("-", "_"), name) for key in table}
     return {key: value for key, value in table.items() if spelt[key] not in given} | given
+
+
+def _flags_given(arguments: argparse.Namespace, without: Collection[str] = ()) -> dict[str, Any]:
+    """Options of runs that flags say, by field."""
+    known = {name for name in scenario_keys() if name not in NOT_OF_A_STUDY}
+    return {
+        name: convert(flag(name), value, option_named(name, "flags")[1])
+        for name, value in vars(arguments).items()
+        if value is not None and name not in without and (name in known or owned_option(name))
+    }
 
 
 @contextmanager
@@ -219,6 +250,44 @@ def tune_command(arguments: argparse.Namespace) -> int:
         print("\n".join(lines(found)))
         print(f"Candidates, picture and runs are in {folder}")
     return 0
+
+
+def plan_command(arguments: argparse.Namespace) -> int:
+    """`kvtwin plan`."""
+    from sim.study.plan import OWN, plan, read_plan  # noqa: PLC0415
+
+    own = {name: value for name in OWN if (value := getattr(arguments, name)) is not None}
+    asked = read_plan({**_flags_given(arguments, OWN), **own})
+    means, folder = means_of(arguments), arguments.out
+    with owning(folder):
+        with _work_progress(arguments.quiet) as bar:
+            found = plan(asked, folder, means, bar)
+        from sim.study.plan_report import (  # noqa: PLC0415 - pandas is slow to import
+            commands,
+            front_lines,
+            lines,
+            simulate_answer,
+            write,
+        )
+
+        simulate_answer(folder, found)
+        write(folder, found)
+    if not arguments.quiet:
+        print("\n".join([*lines(found), "", *front_lines(found), "", *commands(found, folder)]))
+        print(f"The answer, its runs and a manifest for Kubernetes are in {folder}; kvtwin report {folder} shows it")
+    return 0
+
+
+@contextmanager
+def _work_progress(quiet: bool) -> "Iterator[Bar | None]":
+    """A bar on standard error by requests simulated, with the time left; nothing without a terminal."""
+    if quiet or not sys.stderr.isatty():
+        yield None
+        return
+    from sim.run.progress import work_bar  # noqa: PLC0415 - rich is slow to import
+
+    with work_bar("plan") as bar:
+        yield bar
 
 
 def map_command(arguments: argparse.Namespace) -> int:

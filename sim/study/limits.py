@@ -93,13 +93,13 @@ def changes(options: Mapping[str, Any]) -> list[Change]:
         engines = getattr(setup.scenario, f"{role}_replicas") + 1
         found.append(Change(f"one {role} engine more", "purchase", {f"{role}_replicas": engines}))
     if setup.scenario.kv_cache_dtype == "auto":
-        found.append(Change("fp8 KV", "purchase", {"kv_cache_dtype": _fp8(setup)}))
+        found.append(Change("fp8 KV", "purchase", {"kv_cache_dtype": fp8_of(setup)}))
     if setup.policy.name == "vllm-v1" and not options.get("kv_offloading_size"):
         found.append(Change("CPU offload of 64 GiB", "purchase", {"kv_offloading_size": 64.0}))
     return found
 
 
-def _fp8(setup: Setup) -> str:
+def fp8_of(setup: Setup) -> str:
     """The FP8 that the GPU can hold: before compute capability 8.9 that of range, not of precision."""
     try:
         kv_dtype("fp8", setup.hardware)

@@ -25,6 +25,7 @@ STAYS = 5.0
 """Arrivals must go on for so many mean latencies before a load counts as sustained: seats and blocks have filled and
 emptied some times by then."""
 STAGES = "pipeline_parallel_size"
+DEFAULT_SLO = "goodput_attainment:0.99"
 NO_LOAD = 2.0**-MOST_DOUBLINGS
 
 
@@ -77,6 +78,15 @@ class Slo(Struct, frozen=True):
 
     def __str__(self) -> str:
         return f"{self.metric} {'>=' if self.at_least else '<='} {self.bound:g}"
+
+
+def check_slos(slos: Sequence[Slo], where: str, *, counts_goodput: bool) -> None:
+    """UserError for two bounds on one metric, and for shares of requests that meet SLOs where none are given."""
+    for metric in {slo.metric for slo in slos}:
+        if len(same := [str(slo) for slo in slos if slo.metric == metric]) > 1:
+            raise UserError(f"{where}: {' and '.join(same)} bound one metric; give one of them")
+        if metric.endswith("_attainment") and not counts_goodput:
+            raise UserError(f"{where}: {metric} counts requests within goodput = ['ttft:3000', ...]; give it")
 
 
 SERVED = 0.99

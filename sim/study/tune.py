@@ -19,12 +19,14 @@ from sim.study.axes import MOST_RUNS, Study, Value, options_at, read_study
 from sim.study.limits import SPEED_ERRORS, Gain, bound_by, changes, faster, gains_of
 from sim.study.points import policy_of, setup_of
 from sim.study.search import (
+    DEFAULT_SLO,
     PRECISION,
     Ran,
     Reached,
     Search,
     Slo,
     answers,
+    check_slos,
     fewest_engines,
     fewest_pools,
     most_load,
@@ -37,7 +39,6 @@ Goal = Literal["load", "gpus", "cost", "goodput"]
 ENGINES = ("replicas", "prefill_replicas", "decode_replicas")
 GOALS: tuple[Goal, ...] = get_args(Goal)
 EXTRA = {"goal": str, "slo": tuple[str, ...], "trials": int, "storage": str}
-DEFAULT_SLO = "goodput_attainment:0.99"
 
 
 class Candidate(Struct, frozen=True):
@@ -147,7 +148,7 @@ def read_tune(table: Mapping[str, Any], where: str) -> Asked:
     if goal == "goodput" and not study.fixed.get("goodput"):
         raise UserError(f"{where}: tune.goal = 'goodput' counts requests within goodput = ['ttft:3000', ...]; give it")
     slos = tuple(Slo.parse(word, f"{where}: tune.slo") for word in words or (DEFAULT_SLO,))
-    _check_slos(slos, study)
+    check_slos(slos, f"{where}: tune.slo", counts_goodput="goodput" in study.fixed or "goodput" in study.axes)
     if (goal == "cost") != (price is not None):
         raise UserError(f"{where}: goal = 'cost' and price = (of a GPU and hour) go together; give both or neither")
     if goal in ("gpus", "cost"):
@@ -160,17 +161,6 @@ def read_tune(table: Mapping[str, Any], where: str) -> Asked:
     if extra.get("storage") and trials is None:
         raise UserError(f"{where}: tune.storage is where trials are kept; give trials, or leave it out")
     return Asked(study, goal, slos, _prices(price, study), trials, extra.get("storage"))
-
-
-def _check_slos(slos: Sequence[Slo], study: Study) -> None:
-    """UserError for two bounds on one metric, and for shares of requests that meet SLOs where none are given."""
-    for metric in {slo.metric for slo in slos}:
-        if len(same := [str(slo) for slo in slos if slo.metric == metric]) > 1:
-            raise UserError(f"{study.where}: tune.slo: {' and '.join(same)} bound one metric; give one of them")
-        if metric.endswith("_attainment") and not study.fixed.get("goodput") and "goodput" not in study.axes:
-            raise UserError(
-                f"{study.where}: tune.slo: {metric} counts requests within goodput = ['ttft:3000', ...]; give it"
-            )
 
 
 def _prices(given: object, study: Study) -> dict[str, float]:

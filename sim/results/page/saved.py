@@ -25,6 +25,8 @@ from sim.results.timeline import TIMELINE_FILE
 from sim.specs.json_file import convert, read_json_object
 
 COMPARISON_FILE = "comparison.json"
+PLAN_FILES = ("plan.md", "answer")
+"""What `kvtwin plan` says, and the folder of its answer's own run."""
 
 
 @dataclass(frozen=True)
@@ -48,12 +50,14 @@ def read_sections(folders: Iterable[Path]) -> list[Section]:
     for folder in folders:
         if (folder / COMPARISON_FILE).is_file():
             found.append(_comparison(folder))
+        elif (folder / PLAN_FILES[0]).is_file() and (folder / PLAN_FILES[1] / RESULT_FILE).is_file():
+            found.append(_plan(folder))
         elif (folder / RESULT_FILE).is_file():
             single.append((folder, read_run(folder)))
         else:
             what = f"neither {RESULT_FILE} nor {COMPARISON_FILE}" if folder.is_dir() else "no such folder"
             raise UserError(
-                f"{folder}: {what}; give folders that kvtwin run, compare, live, sweep, tune or map has written"
+                f"{folder}: {what}; give folders that kvtwin run, compare, live, plan, sweep, tune or map has written"
             )
     if single:
         runs = _told_apart(single)
@@ -97,6 +101,14 @@ def _tails(folders: Sequence[Path], runs: Sequence[FigureRun]) -> list[tuple[str
 
 def _shown(value: float | None) -> str:
     return "null" if value is None else f"{value:.6g}"
+
+
+def _plan(folder: Path) -> Section:
+    """The run of a plan's answer, under what the plan says."""
+    said, answer = (folder / name for name in PLAN_FILES)
+    section = _section([read_run(answer)], None, answer, "run")
+    told = [line.strip() for line in read_text(said).splitlines() if line.endswith("  ")]
+    return replace(section, sentences=[*told, *section.sentences])
 
 
 def _section(runs: list[FigureRun], bounds: Bounds | None, folder: Path | None, verb: str) -> Section:

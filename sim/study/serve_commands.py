@@ -1,0 +1,232 @@
+"""A deployment as commands: `vllm serve` or SGLang's server, a Kubernetes manifest, and the `kvtwin run` of it."""
+
+import shlex
+from collections.abc import Mapping
+from typing import Any
+
+from sim.options.scenario import OF_WORKLOADS, READING, SHAPING, Scenario
+from sim.options.values import flag
+from sim.specs.models import load_model
+
+HUB = {
+    "deepseek-v2-lite": "deepseek-ai/DeepSeek-V2-Lite", "deepseek-v3": "deepseek-ai/DeepSeek-V3",
+    "gemma-2-9b": "google/gemma-2-9b-it", "gemma-3-27b": "google/gemma-3-27b-it",
+    "gpt-oss-120b": "openai/gpt-oss-120b", "gpt-oss-20b": "openai/gpt-oss-20b",
+    "llama-2-13b": "meta-llama/Llama-2-13b-hf", "llama-2-70b": "meta-llama/Llama-2-70b-hf",
+    "llama-2-7b": "meta-llama/Llama-2-7b-hf", "llama-3.1-405b": "meta-llama/Llama-3.1-405B-Instruct",
+    "llama-3.1-70b": "meta-llama/Llama-3.1-70B-Instruct", "llama-3.1-8b": "meta-llama/Llama-3.1-8B-Instruct",
+    "minimax-m2.5": "MiniMaxAI/MiniMax-M2.5", "mistral-7b-v0.1": "mistralai/Mistral-7B-v0.1",
+    "mixtral-8x7b-v0.1": "mistralai/Mixtral-8x7B-v0.1", "opt-13b": "facebook/opt-13b", "qwen2.5-7b": "Qwen/Qwen2.5-7B",
+    "qwen3-0.6b": "Qwen/Qwen3-0.6B", "qwen3-14b": "Qwen/Qwen3-14B", "qwen3-235b-a22b": "Qwen/Qwen3-235B-A22B",
+    "qwen3-30b-a3b": "Qwen/Qwen3-30B-A3B", "qwen3-32b": "Qwen/Qwen3-32B", "qwen3-8b": "Qwen/Qwen3-8B",
+    "yi-34b-200k": "01-ai/Yi-34B-200K",
+}  # fmt: skip
+"""The models that ship, as the hub calls checkpoints of their shape."""
+VLLM_VERSION = "0.33.0"
+"""Whose decisions `vllm-v1` makes."""
+PORT, PREFILL_PORT, DECODE_PORT, NIXL_PORT = 8000, 8100, 8200, 5600
+NIXL = '{"kv_connector":"NixlConnector","kv_role":"kv_both"}'
+PROXY = "tests/v1/kv_connector/nixl_integration/toy_proxy_server.py"
+"""In vLLM's repository: what its documentation of NIXL names."""
+VLLM_FLAGS = {
+    "pipeline_parallel_size": "--pipeline-parallel-size", "max_num_batched_tokens": "--max-num-batched-tokens",
+    "max_num_seqs": "--max-num-seqs", "kv_cache_dtype": "--kv-cache-dtype", "block_size": "--block-size",
+    "kv_offloading_size": "--kv-offloading-size", "max_model_len": "--max-model-len", "dtype": "--dtype",
+    "quantization": "--quantization", "gpu_memory_utilization": "--gpu-memory-utilization",
+}  # fmt: skip
+"""Options of ours, and vLLM's flags that say the same."""
+SGLANG_FLAGS = {
+    "max_num_batched_tokens": "--chunked-prefill-size", "max_num_seqs": "--max-running-requests",
+    "max_model_len": "--context-length", "dtype": "--dtype", "quantization": "--quantization",
+}  # fmt: skip
+TRAFFIC = ("trace", "trace_format", *READING, *SHAPING, *OF_WORKLOADS)
+
+
+def served_model(name: str) -> str:
+    """What servers are told: the hub's name of a model that ships, else the user's own."""
+    return HUB.get(name, name)
+
+
+def is_sglang(options: Mapping[str, Any]) -> bool:
+    """Whether the policy is SGLang's."""
+    return _policy(options).partition(":")[0] in ("sglang", "radix")
+
+
+def serves(options: Mapping[str, Any]) -> bool:
+    """Whether there is a server of today with that policy."""
+    return _policy(options).partition(":")[0] in ("vllm-v1", "sglang", "radix")
+
+
+def serve_commands(options: Mapping[str, Any]) -> list[str]:
+    """The commands that start the deployment on one machine, comments among them."""
+    if not serves(options):
+        return [f"# no server of today runs {_policy(options)}: it is a paper's, or a mix"]
+    if "prefill_replicas" in options:
+        return _pools(options)
+    count, tp = options.get("replicas") or 1, options.get("tp", 1)
+    if is_sglang(options):
+        return [shlex.join(_sglang(options, tp, count))]
+    words = _vllm(options, tp)
+    if count == 1:
+        return [shlex.join(words)]
+    if load_model(options["model"]).moe is None and _router(options) != "prefix-affinity":
+        # vLLM's own balancer takes the engine with the fewest requests.
+        return [shlex.join([*words, "--data-parallel-size", str(count)])]
+    lines = [
+        f"CUDA_VISIBLE_DEVICES={_devices(place * tp, tp)} {shlex.join([*words, '--port', str(PORT + 1 + place)])} &"
+        for place in range(count)
+    ]
+    policy = "cache_aware" if _router(options) == "prefix-affinity" else "power_of_two"
+    urls = [f"http://localhost:{PORT + 1 + place}" for place in range(count)]
+    return [*lines, shlex.join(["vllm-router", "--policy", policy, "--port", str(PORT), "--worker-urls", *urls])]
+
+
+def _pools(options: Mapping[str, Any]) -> list[str]:
+    """Engines that prefill, engines that decode, and the proxy between them."""
+    lines, device, ports = [], 0, {"prefill": PREFILL_PORT, "decode": DECODE_PORT}
+    side = NIXL_PORT
+    for role, first in ports.items():
+        tp = options.get(f"{role}_tp") or options.get("tp", 1)
+        for place in range(options[f"{role}_replicas"]):
+            own = f"CUDA_VISIBLE_DEVICES={_devices(device, tp)} VLLM_NIXL_SIDE_CHANNEL_PORT={side} "
+            words = [*_vllm(options, tp), "--port", str(first + place), "--kv-transfer-config", NIXL]
+            lines.append(f"{own}{shlex.join(words)} &")
+            device, side = device + tp, side + 1
+    proxy = ["python", PROXY, "--port", str(PORT)]
+    for role, first in ports.items():
+        count = options[f"{role}_replicas"]
+        kind = {"prefill": "prefiller", "decode": "decoder"}[role]
+        proxy += [f"--{kind}-hosts", *["localhost"] * count]
+        proxy += [f"--{kind}-ports", *(str(first + place) for place in range(count))]
+    return [*lines, shlex.join(proxy)]
+
+
+def _vllm(options: Mapping[str, Any], tp: int) -> list[str]:
+    words = ["vllm", "serve", served_model(options["model"])]
+    if tp > 1:
+        words += ["--tensor-parallel-size", str(tp)]
+    words += _flags(options, VLLM_FLAGS)
+    caching = options.get("enable_prefix_caching")
+    if caching is not None:
+        words.append("--enable-prefix-caching" if caching else "--no-enable-prefix-caching")
+    return words
+
+
+def _sglang(options: Mapping[str, Any], tp: int, count: int) -> list[str]:
+    words = ["python", "-m", "sglang.launch_server", "--model-path", served_model(options["model"])]
+    words += ["--tp", str(tp)] * (tp > 1) + ["--dp", str(count)] * (count > 1)
+    words += _flags(options, SGLANG_FLAGS)
+    if (dtype := options.get("kv_cache_dtype", "auto")) != "auto":
+        words += ["--kv-cache-dtype", "fp8_e4m3" if dtype == "fp8" else dtype]
+    return words
+
+
+def _flags(options: Mapping[str, Any], names: Mapping[str, str]) -> list[str]:
+    given = {shown: options[name] for name, shown in names.items() if options.get(name) is not None}
+    return [word for shown, value in given.items() for word in (shown, _text(value))]
+
+
+def run_command(options: Mapping[str, Any], out: str) -> str:
+    """The `kvtwin run` of a deployment and its traffic, with options by field."""
+    usual = {name: field.default for name, field in Scenario.__dataclass_fields__.items()}
+    words = ["kvtwin", "run"]
+    for name in sorted(options, key=lambda name: (name not in TRAFFIC, name != "model")):
+        value = options[name]
+        if value is None or (name in usual and value == usual[name]):
+            continue
+        if isinstance(value, bool):
+            words.append(flag(name) if value else flag(name).replace("--", "--no-", 1))
+        elif isinstance(value, tuple):
+            words += [flag(name), *value]
+        else:
+            words += [flag(name), _text(value)]
+    return shlex.join([*words, "--out", out])
+
+
+def manifest(options: Mapping[str, Any]) -> str | None:
+    """The deployment for Kubernetes, in YAML; None where no server of today has the policy."""
+    if not serves(options):
+        return None
+    name = served_model(options["model"]).split("/")[-1].lower().replace(".", "-").replace("_", "-")
+    if "prefill_replicas" not in options:
+        tp, count = options.get("tp", 1), options.get("replicas") or 1
+        words = _sglang(options, tp, 1) if is_sglang(options) else _vllm(options, tp)
+        gpus = tp * (options.get("pipeline_parallel_size") or 1)
+        return _workload(name, count, gpus, words, sglang=is_sglang(options))
+    parts = [
+        "# Prefill and decode pools. Before both services stands a proxy that sends each prompt to a prefill engine,\n"
+        "# then to a decode engine: llm-d's, or the one that vLLM's documentation of NIXL names.\n"
+    ]
+    for role in ("prefill", "decode"):
+        tp = options.get(f"{role}_tp") or options.get("tp", 1)
+        words = [*_vllm(options, tp), "--kv-transfer-config", NIXL]
+        parts.append(_workload(f"{name}-{role}", options[f"{role}_replicas"], tp, words, sglang=False))
+    return parts[0] + "---\n".join(parts[1:])
+
+
+def _workload(name: str, count: int, gpus: int, words: list[str], *, sglang: bool) -> str:
+    """A Deployment of `count` engines and their Service."""
+    port = 30000 if sglang else PORT
+    image = "lmsysorg/sglang:latest" if sglang else f"vllm/vllm-openai:v{VLLM_VERSION}"
+    command = [*words, "--host", "0.0.0.0", "--port", str(port)]
+    args = "".join(f"            - {_yaml(word)}\n" for word in command)
+    return f"""apiVersion: apps/v1
+kind: Deployment
+metadata:
+  name: {name}
+spec:
+  replicas: {count}
+  selector:
+    matchLabels: {{app: {name}}}
+  template:
+    metadata:
+      labels: {{app: {name}}}
+    spec:
+      containers:
+        - name: server
+          image: {image}
+          command:
+{args}          ports:
+            - containerPort: {port}
+          resources:
+            limits: {{nvidia.com/gpu: {gpus}}}
+          readinessProbe:
+            httpGet: {{path: /health, port: {port}}}
+          volumeMounts:
+            - {{name: shm, mountPath: /dev/shm}}
+      volumes:
+        - name: shm
+          emptyDir: {{medium: Memory, sizeLimit: 16Gi}}
+---
+apiVersion: v1
+kind: Service
+metadata:
+  name: {name}
+spec:
+  selector: {{app: {name}}}
+  ports:
+    - port: {PORT}
+      targetPort: {port}
+"""
+
+
+def _yaml(word: str) -> str:
+    """A word in single quotes, which YAML takes as it is."""
+    return "'" + word.replace("'", "''") + "'"
+
+
+def _policy(options: Mapping[str, Any]) -> str:
+    policy = options.get("policy", "vllm-v1")
+    return policy if isinstance(policy, str) else policy[0]
+
+
+def _router(options: Mapping[str, Any]) -> str | None:
+    return options.get("router")
+
+
+def _devices(first: int, count: int) -> str:
+    return ",".join(str(first + place) for place in range(count))
+
+
+def _text(value: object) -> str:
+    return f"{value:g}" if isinstance(value, float) and value == round(value, 6) else str(value)

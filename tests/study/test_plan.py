@@ -1,0 +1,316 @@
+"""`plan`: planted optima are found, one by one and jointly; intervals, refusals, commands."""
+
+import json
+import shlex
+from math import log
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import kvtwin
+from kvtwin.command_line import build_parser
+from sim.errors import UserError
+from sim.options.flags import read_options
+from sim.study import search
+from sim.study.deployments import Deployment, Layouts, Space
+from sim.study.plan import Held, plan, read_plan
+from sim.study.plan_report import front, lines
+from sim.study.points import Outcome
+from sim.study.search import PRECISION, Reached
+from sim.study.serve_commands import manifest, run_command, serve_commands
+from sim.study.sweep import Means, Place
+
+ASKED = {"model": "llama-2-7b", "gpu": ["h100"], "workload": "fixed", "request_rate": 2.0, "num_prompts": 500,
+         "slo": ["p99_ttft_ms:100"], "seeds": 2}  # fmt: skip
+SESSIONS = {"workload": "sessions", "request_rate": 1.0, "layouts": "engines"}
+
+
+def planted(monkeypatch, capacity):
+    """No run is simulated: a deployment sustains `capacity(options)` times the traffic, and not more."""
+
+    def place_of(options, point):
+        return Place({}, 0, options, Outcome(f"{abs(hash(json.dumps(options, sort_keys=True)))}"), 1)
+
+    def perform(planned, store, means, begin):
+        for place in planned:
+            if store.get(place.outcome.key) is not None:
+                continue
+            options = place.options
+            ttft_ms = 50.0 if options["rate_scale"] <= capacity(options) else 150.0
+            result = {"p99_ttft_ms": ttft_ms, "completed": 9, "num_prompts": 9, "arrival_span_s": 1e3}
+            result |= {"mean_e2el_ms": 1.0, "mean_ttft_ms": capacity(options), "profile": {}}
+            result |= dict.fromkeys(("mean_tpot_ms", "p99_tpot_ms", "duration"), 1.0)
+            store.put(Outcome(place.outcome.key, result))
+
+    monkeypatch.setattr(search, "place_of", place_of)
+    monkeypatch.setattr(search, "perform_missing", perform)
+
+
+def engines(options):
+    """How many GPUs a deployment has."""
+    if "prefill_replicas" in options:
+        tp = options["tp"]
+        return options["prefill_replicas"] * tp + options["decode_replicas"] * options.get("decode_tp", tp)
+    return options.get("replicas", 1) * options["tp"]
+
+
+def pays(**wanted):
+    """Twice the load where all of these are so; 0.4 of the traffic a GPU else."""
+    return lambda options: 0.4 * engines(options) * (2 if all(options.get(n) == v for n, v in wanted.items()) else 1)
+
+
+OPTIMA = {
+    "tensor parallelism": ({}, {"tp": 4}),
+    "replicas": ({}, {"replicas": 2}),
+    "pools": ({}, {"prefill_replicas": 3, "decode_replicas": 1}),
+    "unlike pools": ({}, {"tp": 2, "decode_tp": 1}),
+    "token budget": ({}, {"max_num_batched_tokens": 16384}),
+    "seats": ({}, {"max_num_seqs": 64}),
+    "KV type": ({}, {"kv_cache_dtype": "fp8"}),
+    "no prefix caching": (SESSIONS, {"enable_prefix_caching": False}),
+    "offload": (SESSIONS, {"kv_offloading_size": 64.0}),
+    "router": (SESSIONS, {"router": "prefix-affinity"}),
+    "a split that pays with a large budget alone": (
+        {}, {"prefill_replicas": 1, "decode_replicas": 2, "max_num_batched_tokens": 16384},
+    ),
+    "a group that pays with FP8 KV and few seats alone": (
+        {}, {"tp": 2, "kv_cache_dtype": "fp8", "max_num_seqs": 256},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("optimum", OPTIMA)
+def test_the_planted_optimum_is_found(optimum, monkeypatch, tmp_path):
+    """It sustains 0.8 times the traffic a GPU, so 2 do where it has 2; nothing else does with less than 3."""
+    traffic, wanted = OPTIMA[optimum]
+    capacity = pays(**wanted)
+    planted(monkeypatch, capacity)
+    found = plan(read_plan({**ASKED, **traffic, "max_gpus": 4, "objective": "goodput"}), tmp_path, Means())
+    assert found.best is not None and found.best.deployment.options.items() >= wanted.items()
+    most = capacity(found.best.deployment.options)
+    assert most / (1 + PRECISION) <= found.best.mean <= most and found.best.interval[1] >= most
+    assert len(found.best.deployment.changed) <= len(wanted)
+
+
+def test_the_fewest_gpus_are_found_whatever_the_next_ones_do(monkeypatch, tmp_path):
+    """Two are enough in pools, which sustain 0.55 of the traffic a GPU; like engines sustain 0.3."""
+    planted(monkeypatch, lambda options: engines(options) * (0.55 if "prefill_replicas" in options else 0.3))
+    found = plan(read_plan({**ASKED, "max_gpus": 8, "max_num_seqs": 256, "kv_cache_dtype": "auto"}), tmp_path, Means())
+    assert found.answer is not None and found.answer.num_gpus == 2 and found.best is not None
+    assert found.best.deployment.is_pooled and (found.fewest, found.most) == (2, 2)
+    told = list(lines(found))
+    assert told[0].startswith("2 h100 (2): 1 prefill engine of 1 GPU and 1 decode engine of 1 GPU, with p99_ttft_ms")
+    assert "Like engines instead: 0.59 times the traffic (1 engine of 2 GPUs)." in told
+    assert [row["num_gpus"] for row in front(found) if row["pareto"]] == sorted({s.num_gpus for s in found.sizes})
+
+
+def test_what_makes_no_difference_is_not_changed(monkeypatch, tmp_path):
+    """Nor are pools taken: all sustain the same."""
+    planted(monkeypatch, lambda options: 0.7 * engines(options))
+    found = plan(read_plan({**ASKED, "max_gpus": 2}), tmp_path, Means())
+    assert found.best is not None and found.best.deployment.changed == () and not found.best.deployment.is_pooled
+    assert any(line.startswith("As good, as far as these draws tell") for line in lines(found))
+
+
+def test_draws_that_differ_make_an_interval_of_gpus(monkeypatch, tmp_path):
+    """0.55, 0.5 and 0.45 of the traffic a GPU by seed: two are enough in two draws of three, and three in all."""
+    share = {0: 0.55, 1: 0.50, 2: 0.45, 3: 0.5}
+    planted(monkeypatch, lambda options: share[options["seed"]] * engines(options))
+    asked = {**ASKED, "max_gpus": 8, "seeds": 3, "layouts": "engines", "tp": 1, "max_num_seqs": 256}
+    found = plan(read_plan({**asked, "kv_cache_dtype": "auto"}), tmp_path, Means())
+    assert found.answer is not None and found.answer.num_gpus == 3
+    assert found.fewest == 2 and found.most is not None and found.most >= 3
+
+
+def test_the_cheapest_kind_is_taken_and_not_the_fewest(monkeypatch, tmp_path):
+    """An H100 sustains as much as three L20s, and costs as much as four."""
+    planted(monkeypatch, lambda options: engines(options) * (0.7 if options["gpu"] == "h100" else 0.7 / 3))
+    narrow = {"layouts": "engines", "tp": 1, "max_num_seqs": 256, "kv_cache_dtype": "auto"}
+    asked = {**ASKED, **narrow, "gpu": ["h100", "l20"], "max_gpus": 8}
+    fewest = plan(read_plan(asked), tmp_path, Means())
+    cheapest = plan(read_plan({**asked, "objective": "cost", "gpu_hour_usd": ["h100=4", "l20=1"]}), tmp_path, Means())
+    assert fewest.answer is not None and (fewest.answer.gpu, fewest.answer.num_gpus) == ("h100", 2)
+    assert cheapest.answer is not None and (cheapest.answer.gpu, cheapest.answer.num_gpus) == ("l20", 5)
+    assert next(lines(cheapest)).startswith("5.00 USD an hour, 5 l20 (5)")
+
+
+def test_what_nothing_sustains_is_told_with_the_most_there_is(monkeypatch, tmp_path):
+    planted(monkeypatch, lambda options: 0.1 * engines(options))
+    found = plan(read_plan({**ASKED, "max_gpus": 2, "kv_cache_dtype": "auto"}), tmp_path, Means())
+    first, second, *_ = lines(found)
+    assert found.answer is None
+    assert first == "No deployment on up to 2 h100 sustains this traffic with p99_ttft_ms <= 100."
+    assert second.startswith("The most is 0.20 times the traffic: ")
+
+
+def held(*loads):
+    nothing = Deployment({}, 1, "1 engine", False, ())
+    return Held(nothing, tuple(Reached(load, None, None, None) for load in loads))
+
+
+@given(st.lists(st.floats(0.1, 10.0), min_size=2, max_size=9))
+def test_the_interval_has_all_that_was_seen_but_the_outermost_of_many(loads):
+    """Student's t with n - 1 degrees, widened by a draw: beyond any of two or three."""
+    low, high = held(*loads).interval
+    assert low < held(*loads).mean < high
+    if len(loads) <= 3:
+        assert low <= min(loads) and max(loads) <= high
+
+
+def test_ties_are_by_draws_side_by_side():
+    """All draws say 5 % less: no tie, though each differs by more from draw to draw."""
+    best = held(1.0, 2.0, 4.0)
+    assert not held(0.95, 1.9, 3.8).ties(best)
+    assert held(0.99, 1.98, 3.96).ties(best) and held(0.9, 2.1, 3.9).ties(best)
+    assert log(2.0) > 0.05 and not held(0.0, 2.0, 4.0).ties(best)
+
+
+# -- what is searched -------------------------------------------------------------------------------------------------
+
+
+def space(shares_prefixes=False, layouts: Layouts = "both", **fixed):
+    base = {"model": "qwen3-32b"} | fixed
+    return Space(base, "h100", ("vllm-v1",), layouts, shares_prefixes=shares_prefixes, link_gbps=400.0)
+
+
+def test_deployments_have_just_so_many_gpus_and_each_is_there_once():
+    for count in (1, 3, 4):
+        found = space().of(count)
+        assert found and all(engines(one.options) == count for one in found)
+        assert len({json.dumps(one.options, sort_keys=True) for one in found}) == len(found)
+
+
+def test_what_the_user_said_is_not_searched_and_what_cannot_matter_neither():
+    narrow = space(max_num_batched_tokens=2048, kv_cache_dtype="fp8", layouts="engines", tp=2)
+    found = narrow.of(4)
+    assert {one.changed for one in found} == {(), ("max_num_seqs",)}
+    assert {one.layout for one in found} == {"2 engines of 2 GPUs"}
+    shared = {name for one in space(shares_prefixes=True).of(2) for name in one.changed}
+    alone = {name for one in space().of(2) for name in one.changed}
+    assert shared - alone == {"enable_prefix_caching", "kv_offloading_size", "router"}
+
+
+def test_what_cannot_be_laid_out_is_told_by_its_reason():
+    big = Space({"model": "llama-3.1-70b"}, "h100", ("vllm-v1",), "both", shares_prefixes=False, link_gbps=400.0)
+    assert big.of(1) == [] and big.of(2)
+    assert any("does not fit on h100" in reason and names == ["tp 1"] for reason, names in big.refused.items())
+
+
+# -- refusals and commands ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [
+        ({"slo": None}, "--slo: is missing"),
+        ({"slo": ["p99_ttft_ms:1", "p99_ttft_ms:2"]}, "bound one metric"),
+        ({"slo": ["goodput_attainment:0.9"]}, "counts requests within goodput"),
+        ({"objective": "energy"}, "no power yet"),
+        ({"objective": "speed"}, "is not one of gpus, goodput, cost"),
+        ({"objective": "cost"}, "--gpu-hour-usd h100=2.50"),
+        ({"gpu_hour_usd": ["l20=1"]}, "is no price above 0 of h100"),
+        ({"max_gpus": 0}, "--max-gpus: 0 is not between 1 and 64"),
+        ({"replicas": 2}, "--replicas: is what plan looks for"),
+    ],
+)
+def test_bad_questions_are_refused(more, told):
+    with pytest.raises(UserError, match=told):
+        read_plan({**ASKED, **more})
+
+
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [({"request_rate": float("inf")}, "all requests arrive at once"), ({"max_concurrency": 3}, "wait for answers")],
+)
+def test_traffic_whose_rate_means_nothing_is_refused(more, told, tmp_path):
+    with pytest.raises(UserError, match=told):
+        plan(read_plan({**ASKED, **more}), tmp_path, Means())
+
+
+BASE = {"model": "qwen3-32b", "gpu": "h100", "policy": "vllm-v1", "tp": 2, "kv_cache_dtype": "fp8"}
+POOLS = {**BASE, "policy": "vllm-v1:stage=hand-over", "prefill_replicas": 1, "decode_replicas": 2, "decode_tp": 1,
+         "link_gbps": 400.0}  # fmt: skip
+
+
+def test_the_commands_that_serve_say_what_the_deployment_does():
+    vllm = "vllm serve Qwen/Qwen3-32B --tensor-parallel-size 2 --kv-cache-dtype fp8"
+    assert serve_commands(BASE) == [vllm]
+    assert serve_commands({**BASE, "replicas": 2, "router": "least-loaded"}) == [f"{vllm} --data-parallel-size 2"]
+    first, second, router = serve_commands({**BASE, "replicas": 2, "router": "prefix-affinity"})
+    assert (first, second) == tuple(
+        f"CUDA_VISIBLE_DEVICES={devices} {vllm} --port {port} &" for devices, port in (("0,1", 8001), ("2,3", 8002))
+    )
+    assert "--policy cache_aware" in router and router.count("http://localhost:800") == 2
+    more = {"kv_offloading_size": 128.0, "enable_prefix_caching": False, "max_num_seqs": 64}
+    assert serve_commands({**BASE, **more}) == [
+        "vllm serve Qwen/Qwen3-32B --tensor-parallel-size 2 --max-num-seqs 64 --kv-cache-dtype fp8 "
+        "--kv-offloading-size 128 --no-enable-prefix-caching"
+    ]
+    radix = serve_commands({**BASE, "policy": "radix", "replicas": 2, "max_num_batched_tokens": 4096})
+    assert radix == [
+        "python -m sglang.launch_server --model-path Qwen/Qwen3-32B --tp 2 --dp 2 --chunked-prefill-size 4096 "
+        "--kv-cache-dtype fp8_e4m3"
+    ]
+    assert serve_commands({**BASE, "policy": "layerkv"})[0].startswith("# no server of today runs layerkv")
+
+
+def test_pools_have_a_server_each_on_gpus_of_its_own_and_a_proxy():
+    *servers, proxy = serve_commands(POOLS)
+    assert [line.split()[0] for line in servers] == [f"CUDA_VISIBLE_DEVICES={gpus}" for gpus in ("0,1", "2", "3")]
+    assert [line.split()[1][-4:] for line in servers] == ["5600", "5601", "5602"]
+    assert all("NixlConnector" in line and line.endswith(" &") for line in servers)
+    assert "--prefiller-ports 8100 --decoder-hosts localhost localhost --decoder-ports 8200 8201" in proxy
+
+
+@pytest.mark.parametrize("options", [BASE, {**BASE, "replicas": 3}, POOLS, {**BASE, "policy": "radix"}])
+def test_the_manifest_is_yaml_with_the_engines_and_their_gpus(options):
+    yaml = pytest.importorskip("yaml")
+    text = manifest(options)
+    assert text is not None
+    found = [one for one in yaml.safe_load_all(text) if one["kind"] == "Deployment"]
+    gpus = [
+        one["spec"]["replicas"]
+        * one["spec"]["template"]["spec"]["containers"][0]["resources"]["limits"]["nvidia.com/gpu"]
+        for one in found
+    ]
+    assert sum(gpus) == engines({"replicas": 1, **options})
+
+
+def test_the_run_command_is_the_run():
+    options = {**POOLS, "workload": "fixed", "num_prompts": 20, "request_rate": 2.0, "seed": 3, "rate_scale": 1.25,
+               "goodput": ("ttft:300", "tpot:50"), "enable_prefix_caching": False}  # fmt: skip
+    words = shlex.split(run_command(options, "o"))
+    scenario, policies, folder, _ = read_options(build_parser().parse_args(words[1:]), "vllm-v1")
+    assert {name: getattr(scenario, name) for name in options if name != "policy"} == {
+        name: value for name, value in options.items() if name != "policy"
+    }
+    assert policies[0][0] == POOLS["policy"] and str(folder) == "o"
+
+
+# -- as a user has it -------------------------------------------------------------------------------------------------
+
+COMMAND = (
+    "plan --workload uniform --request-rate 6 --num-prompts 200 --input-len 300 --output-len 20 --model llama-2-7b "
+    "--gpu l20 --max-gpus 2 --layouts engines --max-num-batched-tokens 2048 --kv-cache-dtype auto --seeds 2 --jobs 1 "
+    "--slo p99_ttft_ms:1500 p99_tpot_ms:150 --out p"
+)
+
+
+def test_a_plan_of_simulated_runs_goes_on_where_it_was_and_is_shown(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert kvtwin.main(COMMAND.split()) == 0
+    told = capsys.readouterr().out
+    assert "l20 (" in told and "What binds it: " in told and "\nvllm serve meta-llama/Llama-2-7b-hf" in told
+    again = next(line for line in told.splitlines() if line.startswith("kvtwin run "))
+    found = json.loads((tmp_path / "p" / "plan.json").read_bytes())
+    saved = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "p" / "points").iterdir()}
+    assert kvtwin.main(COMMAND.split()) == 0
+    assert {path.name: path.stat().st_mtime_ns for path in (tmp_path / "p" / "points").iterdir()} == saved
+    assert json.loads((tmp_path / "p" / "plan.json").read_bytes()) == found
+    assert kvtwin.main([*shlex.split(again)[1:-1], "again", "--quiet"]) == 0
+    ours, theirs = (kvtwin.load_result(tmp_path / name).result for name in ("p/answer", "again"))
+    assert ours.p99_ttft_ms == theirs.p99_ttft_ms
+    pytest.importorskip("plotly")
+    assert kvtwin.main(["report", "p"]) == 0
+    assert "What binds it: " in (tmp_path / "p" / "report.html").read_text(encoding="utf-8")
