@@ -9,6 +9,8 @@ when none that is kept waits or is parked and no prompt is half done, and leaves
 Its chunks are `DEFERRED_AHEAD` times those in which prompts spread evenly over the decodes. A prompt takes all its
 blocks when it starts. None starts whose first token would be late, behind the iteration under way and other chunks.
 
+Prompts never take more than the pace of the decodes leaves them (`pace`): those that would be late for it do not start.
+
 Where decodes cost more beside a chunk than after it (kernels that compute tiles of rows), the chunk goes alone.
 """
 
@@ -81,20 +83,22 @@ class Paced(Unified):
         self._seconds: dict[int, float] = {}
         # Whether this step has started a request.
         self._started = False
-        # Whether prompts are computed by themselves in this step.
-        self._alone = False
+        # Whether prompts are computed by themselves in this step, and whether there was no time for some.
+        self._alone = self._held = False
         # Of the last iteration that was scheduled.
         self._prompt_tokens = 0
 
     def fill(self, plan: IterationPlan, now_s: float) -> None:
-        self._started = self._alone = False
+        self._started = self._alone = self._held = False
         self.park.make_room(plan)
         if self.order.waiting or self.partials:
             members = len(self.batch.members)
             self.budget = self.limit
             if members:
-                chunk = min(self._chunk(now_s), self.limit)
-                self._alone = chunk > 0 and self._added_s(chunk) > self._alone_s(chunk)
+                wanted = min(self._chunk(now_s), self.limit)
+                alone = wanted > 0 and self._added_s(wanted) > self._alone_s(wanted)
+                chunk = self._in_time(wanted, alone=alone)
+                self._alone, self._held = alone and chunk > 0, chunk < wanted
                 self.budget = chunk if self._alone else min(self.limit, members + chunk)
                 while late := self._late(self.budget if self._alone else self.budget - members, now_s):
                     for seq in late:
@@ -103,16 +107,23 @@ class Paced(Unified):
         self._prompt_tokens = plan.prefill_tokens
 
     def _run_running(self, plan: IterationPlan) -> int:
-        if not self._alone:
-            return super()._run_running(plan)
-        budget = self.budget
+        """Decodes first, unless prompts go alone; then half-done prompts, oldest first."""
+        batch, memory, budget = self.batch, self.paged, self.budget
         for seq in list(self.partials):
             self._join_if_decode(seq)
+        if batch.members and not self._alone:
+            if memory.decode_blocks() > memory.gpu.free:
+                return self._run_one_by_one(plan)
+            memory.grow(batch, 0)
+            memory.decodes_taken()
+            self.decode_all(plan)
+            budget -= len(batch.members)
         for seq in self.partials:
-            chunk = min(seq.num_tokens - seq.num_computed, budget)
-            if chunk > 0:
-                self._continue(plan, seq, chunk)
-                budget -= chunk
+            chunk = memory.cut_chunk(seq, seq.num_computed, min(seq.num_tokens - seq.num_computed, budget))
+            if chunk <= 0 or memory.blocks_missing(seq, seq.num_computed + chunk) > memory.gpu.free:
+                break
+            self._continue(plan, seq, chunk)
+            budget -= chunk
         return budget
 
     def _admit(self, plan: IterationPlan, now_s: float, budget: int) -> None:
@@ -143,6 +154,20 @@ class Paced(Unified):
         if busy >= 1.0:
             return self.limit
         return max(least, ceil(rate * order.decodes_s() / (1.0 - busy) - ROUNDING))
+
+    def _in_time(self, chunk: int, *, alone: bool) -> int:
+        """Of so many prompt tokens, those that there is time for beside the decodes; 0 rather than too few to pay."""
+        order, pace = self.order, self.order.pace
+        left_s = pace.saved_s if alone else pace.saved_s + pace.iteration_s - order.decodes_s()
+        if left_s <= 0.0:
+            return 0
+        if left_s >= chunk * order.price.token_s:
+            return chunk
+        return min(chunk, max(self._worth, LEAST_CHUNK, int(left_s / order.price.token_s + ROUNDING)))
+
+    def repeats(self, plan: IterationPlan, steps: int) -> int:
+        """What decodes leave of the pace is for prompts that wait for it."""
+        return 1 if self._held else steps
 
     def _starting(self, num_tokens: int) -> list[tuple[Sequence, int]]:
         """Those that are kept and have room now, first come first served, and the tokens of each: so many in all."""

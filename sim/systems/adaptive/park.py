@@ -248,7 +248,7 @@ class Park(Recompute):
             fresh = [prospects.row[seq] for seq in self._joined if seq in batch.members]
             lax[fresh] |= laxity_s[fresh] >= head_s
         else:
-            price_s, lax = 0.0, laxity_s >= MARGIN_S
+            price_s, lax = 0.0, (laxity_s >= MARGIN_S) & self._may_promise(iteration_s)
         pays = (kind != KEPT) | ((rank_s > price_s) & lax)
         rows = prospects.rows(DECODES)
         if short <= 0:
@@ -276,6 +276,18 @@ class Park(Recompute):
                 self._park(seq, self.mechanism.num_pieces(blocks, iteration_s))
             missing, seats, short = missing - blocks, seats - 1, short - blocks
         return len(batch.members) < members
+
+    def _may_promise(self, iteration_s: float) -> bool:
+        """Whether those that are kept, one more and those on the host among them, can take turns and meet their TPOT.
+
+        Each decodes for iterations of `iteration_s` and has P for each token: P / `iteration_s` times as many as there
+        are seats and blocks for can be promised.
+        """
+        turns = self.order.pace.iteration_s / iteration_s
+        seats = len(self.batching.running) + len(self.promoting) + self.num_kept
+        away = self.host.num_blocks - self.host.free if self.away else 0
+        blocks = self.gpu.num_blocks - self.gpu.free + away * self.num_kept / max(1, len(self.away))
+        return bool(seats < turns * self.max_num_seqs and blocks < turns * self.gpu.num_blocks)
 
     def _missing(self, judged: Judged | None, parked: Sequence | None) -> tuple[int, Sequence | None]:
         """Blocks that those that are kept lack, copies under way counted, and the first of them."""

@@ -116,15 +116,23 @@ class RequestPrice:
         self._half_block = 0.5 / limits.num_gpu_blocks
         self._seat_share = 1.0 / limits.max_num_seqs
         one_s = cost.decode_steps(1, 1)[0]
-        self.context_s = max(0.0, cost.decode_steps(1, 1025)[0] - one_s) / 1024
-        self.decode_s = max(0.0, cost.decode_steps(BATCH, BATCH)[0] - one_s) / (BATCH - 1)
-        self.step_s = max(0.0, one_s - self.decode_s)
+        context_s = max(0.0, cost.decode_steps(1, 1025)[0] - one_s) / 1024
+        decode_s = max(0.0, cost.decode_steps(BATCH, BATCH)[0] - one_s) / (BATCH - 1)
         short, long = PROMPTS
-        self.square_s = max(0.0, cost.prefill_s(long) / long - cost.prefill_s(short) / short) / (long - short)
-        self.token_s = max(0.0, cost.prefill_s(short) / short - self.square_s * short)
+        square_s = max(0.0, cost.prefill_s(long) / long - cost.prefill_s(short) / short) / (long - short)
+        token_s = max(0.0, cost.prefill_s(short) / short - square_s * short)
+        self._by_price = context_s, decode_s, max(0.0, one_s - decode_s), square_s, token_s
+        self.correct(1.0)
         self._per_pace = self._prompt_s = 0.0
         """1 / (P - F), or 0 where the weights alone take longer than P: nothing helps then. And prompts, s a token."""
         self._prompt_factor = 1.0
+
+    def correct(self, factor: float) -> None:
+        """Everything takes `factor` times what the cost model says."""
+        self.factor = factor
+        self.context_s, self.decode_s, self.step_s, self.square_s, self.token_s = (
+            factor * one_s for one_s in self._by_price
+        )
 
     def keep_pace(self, iteration_s: float, prompt_s: float = 0.0, *, is_limit: bool = False) -> None:
         """Iterations are to take so long at most (P).

@@ -12,6 +12,9 @@ span, and the room that is left: while an engine fills up, work waits there at n
 A first token is cheap: prompts of up to `PROMPT_SHARE` of the limit are computed whatever their request costs, the
 cheapest of them, as far as they fill `CHANCE` of the span.
 
+What was promised is held to what came (`pace`): prices follow the iterations that were carried out, and prompts wait
+where these took longer than TPOT allows.
+
 Where TPOT is short, time limits the batch before memory does: no more decode together than an iteration of `PACE` of
 it holds (`most_decodes`), prices share an iteration's fixed time among so many and the prompts beside them, and the
 limit fills `PACED_FILL` alone.
@@ -28,10 +31,11 @@ from math import floor, inf, sqrt
 from operator import itemgetter
 from typing import TYPE_CHECKING, ClassVar, NamedTuple, Self
 
-from sim.engine.plan import IterationPlan
+from sim.engine.plan import IterationPlan, StepTimes
 from sim.engine.sequence import Sequence
 from sim.parts.base import Order
 from sim.systems.adaptive.options import AdaptiveOptions
+from sim.systems.adaptive.pace import Correction, Pace
 from sim.systems.adaptive.request_price import Outlook, RequestPrice, make_outlook
 
 if TYPE_CHECKING:
@@ -135,6 +139,10 @@ class Triage(Order):
         self.changed = True
         """Whether this step follows an event or a tick: else all answers are as they were."""
         self._stale = True
+        self._end_s = 0.0
+        """When the last iteration that was committed ends."""
+        self._measures = False
+        """Whether the next iteration tells how wrong prices are: the first after an arrival does."""
 
     @classmethod
     def build(cls, b: "Builder") -> Self:
@@ -148,6 +156,8 @@ class Triage(Order):
         longest = limits.max_model_len if scheduler.batching.stops_at_max_model_len else inf
         self.price = RequestPrice(self.cost, limits, longest)
         self.price.keep_pace(PACE * self.tpot_slo_s)
+        self.pace, self.correction = Pace(), Correction(self.cost)
+        self._correct()
         self._asks_anew = limits.window is not None or self.cost.follows_longest
 
     # -- prospects -----------------------------------------------------------------------------------------------------
@@ -201,7 +211,7 @@ class Triage(Order):
             self._decodes_s = self.cost.decode_steps(num_decodes, context_tokens, batch.windowed, batch.longest_tokens)[
                 0
             ]
-        return self._decodes_s
+        return self.price.factor * self._decodes_s
 
     def first_due_s(self, seq: Sequence) -> float:
         """When the first token of one that waits must have come; inf where it has, or is waited for however late."""
@@ -233,7 +243,7 @@ class Triage(Order):
     # -- arrivals ----------------------------------------------------------------------------------------------------
 
     def add(self, seq: Sequence) -> None:
-        self._stale = True
+        self._stale = self._measures = True
         outlook = self.outlook(seq)
         kept, price, num_tokens = self._insert(seq, outlook) == KEPT, self.price, seq.num_tokens
         left, prompt_s = price.tokens_left(seq, 0), outlook.first_s
@@ -251,18 +261,28 @@ class Triage(Order):
         if span_s <= 0.0:
             return
         self.num_price_limits += 1
+        self._correct()
         _, decodes_s, prompt_tokens, prompt_s, num_tokens, by_room, by_time, kept = zip(*arrivals, strict=True)
         self.kept_tokens_per_s = sum(compress(prompt_tokens, kept)) / span_s
         self._decode_share = 1.0 - min(0.8, self.kept_tokens_per_s * price.token_s)
         iterations_by_room, iterations_by_time = sum(by_room), sum(by_time)
         is_limit = iterations_by_time >= iterations_by_room
-        price.keep_pace(PACE * self.tpot_slo_s, sum(prompt_s) / sum(num_tokens), is_limit=is_limit)
+        # The prompts that are computed are those of requests that are kept, as a rule the shorter ones.
+        some = kept if any(kept) else (True,) * len(kept)
+        prompt_share = sum(compress(prompt_s, some)) / sum(compress(num_tokens, some))
+        price.keep_pace(PACE * self.tpot_slo_s, prompt_share, is_limit=is_limit)
         self._outlooks.clear()
         self.tokens_per_iteration = sum(prompt_tokens) / max(iterations_by_room, iterations_by_time)
         work_s = [one_s + price.prompt_work_s(first_s) for one_s, first_s in zip(decodes_s, prompt_s, strict=True)]
         self.price_limit_s = first_beyond(work_s, (PACED_FILL if is_limit else FILL) * span_s + self._room_s())
         prompts = [one_s for one_s, all_s in zip(prompt_s, work_s, strict=True) if all_s > self.price_limit_s]
         self.most_prompt_s = min(PROMPT_SHARE * self.price_limit_s, first_beyond(prompts, CHANCE * span_s))
+
+    def _correct(self) -> None:
+        """Take prices as iterations that were carried out say; no pace is kept where weights alone take longer."""
+        self.price.correct(self.correction.factor)
+        pace_s = PACE * self.tpot_slo_s
+        self.pace.keep(pace_s if pace_s > self.price.step_s else inf)
 
     def _room_s(self) -> float:
         """Work of requests like those that decode that there is room for until it is full to `FILL`, s.
@@ -380,6 +400,16 @@ class Triage(Order):
                 return 1
             plan.until_s = min(plan.until_s, self._next_tick_s)
         return steps
+
+    def committed(self, plan: IterationPlan, times: StepTimes) -> None:
+        begin_s, self._end_s = max(self.scheduler.now_s, self._end_s), times.end_s
+        if plan.num_decodes or len(self.batch.members) > plan.num_sampled_prefills:
+            self.pace.carried_out(begin_s, times, decodes=plan.num_decodes > 0)
+        else:
+            self.pace.rest()
+        if self._measures and not plan.has_swaps:
+            self._measures = False
+            self.correction.add(plan, times.first_end_s - begin_s)
 
     def joined(self, seq: Sequence) -> None:
         self._stale = True

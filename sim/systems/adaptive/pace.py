@@ -1,0 +1,84 @@
+"""What iterations took, against what they were to take: `Pace` of the batch, and `Correction` of prices.
+
+Sequences that decode get their tokens in time if iterations last P on average, prompts included, whatever prices say.
+What one that was carried out left of P is saved, up to `MOST` times P; what it took beyond is owed. Prompts get what is
+saved and what the next decodes leave. Only the size of the next chunk rests on a price: where that is wrong, the time
+that the chunk took puts the next one right.
+
+Which requests are to be kept does rest on prices. The first iteration after each arrival is priced again when it has
+been carried out; what the last of them took over what they cost is the factor by which all prices are wrong.
+"""
+
+from collections import deque
+from math import inf
+
+from sim.cost.model import CostModel
+from sim.engine.plan import IterationPlan, StepTimes
+
+MOST = 8.0
+"""Times P, that is saved at most. Chosen by trials."""
+SAMPLES = 100
+LEAST_FACTOR, MOST_FACTOR = 0.5, 2.0
+DIGITS = 2
+"""Of the factor: what rounding changes in a duration must change no decision."""
+
+
+class Pace:
+    """Seconds saved for prompts."""
+
+    def __init__(self) -> None:
+        self.iteration_s = inf
+        """What an iteration is to take (P); inf: there is no such time."""
+        self.saved_s = 0.0
+        """What prompts may take beside what the next decodes leave of P; negative: owed."""
+
+    def keep(self, iteration_s: float) -> None:
+        """Iterations are to take so long from now on."""
+        if iteration_s != self.iteration_s:
+            self.iteration_s, self.saved_s = iteration_s, 0.0
+
+    def rest(self) -> None:
+        """No sequence waited for a token: nothing is owed."""
+        if self.iteration_s != inf:
+            self.saved_s = MOST * self.iteration_s
+
+    def carried_out(self, begin_s: float, times: StepTimes, *, decodes: bool) -> None:
+        """Iterations that began at `begin_s`; without `decodes` those that decode waited."""
+        if self.iteration_s == inf:
+            return
+        self._save((self.iteration_s if decodes else 0.0) - (times.first_end_s - begin_s))
+        more = times.iterations - 1
+        if more:
+            # Each takes `slope_s` more than the one before: the first of them save, the others owe.
+            left_s, slope_s = self.iteration_s - times.second_s, times.slope_s
+            saving = more if slope_s <= 0.0 else min(more, max(0, int(left_s / slope_s) + 1))
+            for begin, end in ((0, saving), (saving, more)):
+                self._save((end - begin) * (left_s - slope_s * (begin + end - 1) / 2))
+
+    def _save(self, seconds: float) -> None:
+        self.saved_s = min(MOST * self.iteration_s, self.saved_s + seconds)
+
+
+class Correction:
+    """By how much iterations take longer than the prices say.
+
+    Args:
+        cost: the prices.
+    """
+
+    def __init__(self, cost: CostModel) -> None:
+        self._cost = cost
+        self._samples: deque[tuple[float, float]] = deque(maxlen=SAMPLES)
+        """What an iteration took and what it costs, s."""
+
+    def add(self, plan: IterationPlan, seconds: float) -> None:
+        """The first iteration of `plan` took so long."""
+        self._samples.append((seconds, self._cost.iteration_s(plan)))
+
+    @property
+    def factor(self) -> float:
+        """Seconds taken for each of the price's; 1 as long as none is known."""
+        if not self._samples:
+            return 1.0
+        taken_s, priced_s = map(sum, zip(*self._samples, strict=True))
+        return min(MOST_FACTOR, max(LEAST_FACTOR, round(taken_s / priced_s, DIGITS))) if priced_s > 0.0 else 1.0

@@ -1,0 +1,71 @@
+"""`adaptive` as load rises: its pace and its prices follow what iterations take, and goodput does not fall."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvtwin.testing import limits, linear_machine, simulate
+from sim.engine.plan import IterationPlan, StepTimes
+from sim.results.metrics import Goodput
+from sim.systems.adaptive.pace import Correction, Pace
+from sim.systems.adaptive.preset import Adaptive
+from traces.request import Request
+
+
+@pytest.mark.parametrize(("first_s", "slope_s"), [(0.01, 0.001), (0.02, 0.0), (0.06, 1e-4), (0.049, 1e-4)])
+def test_a_jump_saves_what_its_iterations_save(first_s, slope_s):
+    """Iterations that get longer save first and owe then: nothing beyond `MOST` is saved on the way."""
+    jumped, stepped = Pace(), Pace()
+    for pace in (jumped, stepped):
+        pace.keep(0.05)
+    steps = 60
+    lasts_s = [first_s + slope_s * i for i in range(steps)]
+    ends_s = np.cumsum(lasts_s).tolist()
+    jumped.carried_out(0.0, StepTimes(steps, ends_s[0], lasts_s[1], slope_s, ends_s[-1], steps), decodes=True)
+    for begin_s, end_s in zip([0.0, *ends_s], ends_s, strict=False):
+        stepped.carried_out(begin_s, StepTimes(1, end_s, 0.0, 0.0, end_s, 1), decodes=True)
+    assert jumped.saved_s == pytest.approx(stepped.saved_s, abs=1e-12)
+
+
+def test_prices_follow_what_iterations_took():
+    """A machine that takes 1.2 times its price has that factor, whatever the plans; one that is right has exactly 1."""
+    cost = linear_machine().cost
+    plans = [IterationPlan(num_decodes=n, decode_context_tokens=40 * n) for n in (1, 5, 30)]
+    for factor in (1.0, 1.2):
+        correction = Correction(cost)
+        assert correction.factor == 1.0
+        for plan in plans:
+            correction.add(plan, factor * cost.iteration_s(plan))
+        assert correction.factor == factor
+
+
+@settings(max_examples=6, deadline=None)
+@given(
+    seed=st.integers(0, 1000),
+    prompt=st.sampled_from([30, 150, 600]),
+    output=st.sampled_from([15, 60, 200]),
+    tpot_ms=st.sampled_from([26.0, 40.0, 100.0]),
+    ttft_ms=st.sampled_from([500.0, 3000.0]),
+    seats=st.sampled_from([16, 256]),
+)
+def test_more_load_is_no_fewer_good_requests(seed, prompt, output, tpot_ms, ttft_ms, seats):
+    """All arrivals of a load are among those of the next: what was good can be chosen again."""
+    rng = np.random.default_rng(seed)
+    count, span_s = 480, 24.0
+    times = np.sort(rng.uniform(0.0, span_s, count))
+    lengths = [np.maximum(2, rng.gamma(2.0, mean / 2.0, count)).astype(int) for mean in (prompt, output)]
+    places = rng.permutation(count)
+    limit = limits(gpu=2000, host=4000, seqs=seats, tokens=2048, chunked=True)
+    good = []
+    for share in (0.25, 0.5, 1.0):
+        chosen = np.sort(places[: int(share * count)])
+        arrivals = [
+            Request(i, float(times[at]), int(lengths[0][at]), int(lengths[1][at])) for i, at in enumerate(chosen)
+        ]
+        policy = Adaptive(ttft_slo_ms=ttft_ms, tpot_slo_ms=tpot_ms)
+        slo = Goodput(ttft_s=ttft_ms / 1e3, tpot_s=tpot_ms / 1e3)
+        good.append(simulate(policy, arrivals, limit, goodput=slo, checked=False).log.good)
+    # Of so few, some are chance.
+    assert good[1] >= 0.97 * good[0] - 3
+    assert good[2] >= 0.97 * max(good[:2]) - 3
