@@ -23,7 +23,7 @@ from gpu_runtime.kv.transfers import Transfers
 from gpu_runtime.model.decode_graph import Capture
 from gpu_runtime.token_ids import TokenIds
 from gpu_runtime.warm_up import run_copies, run_kernels
-from sim.engine.changes import Move
+from sim.engine.changes import Append, Move
 from sim.engine.plan import IterationPlan, StepTimes
 from sim.engine.sequence import Sequence
 from traces.request import Request
@@ -128,6 +128,9 @@ class TorchDevice:
         num_tokens_of, placement = self.scheduler.batch.num_tokens_of, self.memory.placement
         copies, inputs, uncached = self.memory.copies, self.memory.inputs, self.memory.uncached
         decodes = [(seq, num_tokens_of(seq)) for seq in plan.decodes]
+        for change in plan.changes:
+            if type(change) is Append:
+                self.tokens.extend(change.seq, change.num_tokens)
         for copy in placement.replay(plan, self._await_copies):
             # Before the computation, as vLLM 0.5.5 swaps: the same blocks may be written next.
             if isinstance(copy, StateRestore):

@@ -119,7 +119,7 @@ class LiveInstance:
             self._report_failures()
             plan = engine.schedule(now_s)
             if plan is None:
-                next_s = inbox.next_s
+                next_s = min(inbox.next_s, engine.wakes_s)
                 if next_s == inf and not device.copies_pending and not self.is_open():
                     break
                 device.wait(next_s)

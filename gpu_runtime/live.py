@@ -165,10 +165,10 @@ def check_lengths(setup: Setup, config: DecoderConfig) -> None:
     # A trace that turns out bad is served as far as it goes.
     with suppress(TraceError):
         for request in traffic(setup.scenario):
-            length = request.prompt_tokens + request.output_tokens
+            length = request.most_tokens
             if request.prompt_tokens <= setup.limits.max_model_len and length > positions:
                 raise UserError(
-                    f"request {request.request_id}: {request.prompt_tokens} + {request.output_tokens} tokens, "
+                    f"request {request.request_id}: {request.prompt_tokens} + {length - request.prompt_tokens} tokens, "
                     f"{config.name} has {positions} positions and the policy does not stop there: "
                     f"give --clip {positions}, or a policy of vLLM v1's"
                 )

@@ -1,8 +1,16 @@
 """`TokenIds`: the tokens of the sequences of one device, and the names of the blocks that they fill."""
 
+from collections.abc import Sequence as Seq
+from itertools import cycle, islice
+
 from gpu_runtime.block_hashes import BlockHashes
 from sim.engine.sequence import Sequence
 from traces.request import Request
+
+
+def answer_to(prompt: Seq[int], num_tokens: int) -> list[int]:
+    """A tool's answer that depends on nothing but the request: its prompt, again and again."""
+    return list(islice(cycle(prompt), num_tokens))
 
 
 class TokenIds:
@@ -43,6 +51,11 @@ class TokenIds:
         tokens.append(token)
         if self._hashes is not None:
             self._hashes.grown(seq, tokens)
+
+    def extend(self, seq: Sequence, num_tokens: int) -> None:
+        """A tool has answered with so many tokens. A trace says no more of them (`answer_to`)."""
+        for token in answer_to(self.of(seq)[: seq.request.prompt_tokens], num_tokens):
+            self.append(seq, token)
 
     def forget(self, seq: Sequence) -> None:
         """The sequence has ended, whether it was ever computed or not."""

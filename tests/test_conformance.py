@@ -63,6 +63,9 @@ VARIANTS = [
 ]
 MIXES = [
     "layerkv:order=mlfq",
+    "sarathi:stage=tool-calls,tool-kv=swap",
+    "vllm-v1:stage=tool-calls",
+    "vllm-v1:stage=tool-calls,tool-kv=preserve,async-scheduling=true",
     "layerkv:batching=sarathi",
     "layerkv:batching=fastgen,order=mlfq",
     "layerkv:decode=stream,slo-aware=false,batching=sarathi",

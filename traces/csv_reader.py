@@ -10,8 +10,10 @@ from traces.errors import TraceError
 from traces.fields import Where
 from traces.files import text_blocks
 from traces.hash_ids import check_hashes, check_output_hashes, hashes_fit, output_hashes_fit
+from traces.request import ToolCall
 from traces.rows import Columns, LineReader, ReadOptions, Row
 from traces.stamps import TICKS_PER_S, StampClock
+from traces.tool_calls import FIELD, REMEDY, calls_fit, check_calls, parse_calls
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +30,7 @@ class CsvFormat:
     block: str = ""
     output_hashes: str = ""
     priority: str = ""
+    calls: str = ""
 
     @property
     def required(self) -> tuple[str, ...]:
@@ -37,7 +40,7 @@ class CsvFormat:
     @property
     def optional(self) -> tuple[str, ...]:
         """The columns that it may have and that are read."""
-        names = (self.session, self.hashes, self.block, self.output_hashes, self.priority)
+        names = (self.session, self.hashes, self.block, self.output_hashes, self.priority, self.calls)
         return tuple(name for name in names if name)
 
     @property
@@ -58,6 +61,7 @@ CSV_FORMATS = {
         block="hash_block_tokens",
         output_hashes="output_hash_ids",
         priority="priority",
+        calls="tool_calls",
     ),
     # 2025 adds NumImages; its image tokens are not in ContextTokens' prompt text and are not read.
     "azure": CsvFormat("TIMESTAMP", "ContextTokens", "GeneratedTokens", stamps=True),
@@ -153,11 +157,11 @@ class CsvReader(LineReader):
 
     def _with_optional(self, plain: Columns, columns: list[tuple[str, ...]]) -> Columns:
         form = self.format
-        names = (form.session, form.hashes, form.block, form.output_hashes, form.priority)
+        names = (form.session, form.hashes, form.block, form.output_hashes, form.priority, form.calls)
         found = [columns[self.index[name]] if name in self.index else () for name in names]
         if not any(found):
             return plain
-        sessions, ids, sizes, output_ids, priorities = found
+        sessions, ids, sizes, output_ids, priorities, called = found
         hashes = [tuple(map(int, cell.split())) for cell in ids]
         default = self.options.hash_block_tokens or 0
         blocks = [int(cell or 0) or default for cell in sizes] if ids and sizes else [default] * len(hashes)
@@ -168,12 +172,16 @@ class CsvReader(LineReader):
             hashes and all(map(output_hashes_fit, plain.prompts, plain.outputs, hashes, blocks, output_hashes))
         ):
             raise ValueError("output hash ids")
+        calls = list(map(parse_calls, called))
+        if not all(map(calls_fit, calls, plain.outputs)) or (any(calls) and any(output_hashes)):
+            raise ValueError("tool calls")
         return plain._replace(
             sessions=sessions,
             hashes=hashes,
             blocks=blocks,
             output_hashes=output_hashes,
             priorities=[int(cell or 0) for cell in priorities],
+            calls=calls,
         )
 
     def row(self, where: Where, line: str) -> Row:
@@ -194,7 +202,17 @@ class CsvReader(LineReader):
         urgency = self._cell(cells, form.priority)
         priority = where.whole(form.priority, urgency) if urgency else 0
         session = cells[self.index[form.session]] if form.session in self.index else ""
-        return Row(time, stamp, prompt, output, session, hashes, block, output_hashes, priority)
+        calls = self._calls(where, self._cell(cells, form.calls), output, output_hashes)
+        return Row(time, stamp, prompt, output, session, hashes, block, output_hashes, priority, calls)
+
+    @staticmethod
+    def _calls(where: Where, cell: str, output: int, output_hashes: tuple[int, ...]) -> tuple[ToolCall, ...]:
+        try:
+            calls = parse_calls(cell)
+        except ValueError:
+            raise where.error(FIELD, cell, "is not a list of tool calls", REMEDY) from None
+        check_calls(where, cell, calls, output, output_hashes)
+        return calls
 
     def _cell(self, cells: list[str], name: str) -> str:
         """Return what an optional column holds; nothing where the file lacks it."""

@@ -9,6 +9,7 @@ from pathlib import Path
 from traces.fields import Where
 from traces.hash_ids import check_hashes, check_output_hashes, hashes_fit, output_hashes_fit
 from traces.rows import Columns, LineReader, ReadOptions, Row
+from traces.tool_calls import FIELD, calls_fit, calls_of, check_calls
 
 JsonObject = Mapping[str, object]
 
@@ -105,7 +106,11 @@ class JsonlReader(LineReader):
         if not _only(int, priorities):
             raise TypeError("priorities")
         sessions = [self._session(row) for row in rows] if form.session else ()
-        return Columns(list(map(float, times)), prompts, outputs, sessions, hashes, blocks, output_hashes, priorities)
+        calls = [calls_of(row.get(FIELD) or []) for row in rows] if FIELD in text else []
+        if any(calls) and (any(output_hashes) or not all(map(calls_fit, calls, outputs))):
+            raise ValueError("tool calls")
+        values = (prompts, outputs, sessions, hashes, blocks, output_hashes, priorities, calls)
+        return Columns(list(map(float, times)), *values)
 
     def _fit(self, prompt: int, hashes: tuple[int, ...]) -> bool:
         # Bailian hashes what its cache saw, which may be less than the prompt (images, system text): never more.
@@ -136,4 +141,11 @@ class JsonlReader(LineReader):
             field(where, row, form.session)
             session = self._session(row)
         block = self.block if hashes else 0
-        return Row(time, shown, prompt, output, session, hashes, block, output_hashes, priority)
+        called = row.get(FIELD) or []
+        try:
+            calls = calls_of(called)
+        except ValueError:
+            remedy = "write [[AFTER_TOKENS, SECONDS, RETURNED_TOKENS], ...]"
+            raise where.error(FIELD, called, "is not a list of tool calls", remedy) from None
+        check_calls(where, called, calls, output, output_hashes)
+        return Row(time, shown, prompt, output, session, hashes, block, output_hashes, priority, calls)

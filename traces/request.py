@@ -3,6 +3,15 @@
 from typing import NamedTuple
 
 
+class ToolCall(NamedTuple):
+    """Generation stops after `after_tokens` output tokens, while a tool works for `duration_s`; then it goes on behind
+    `returned_tokens` more tokens of context, the tool's answer."""
+
+    after_tokens: int
+    duration_s: float
+    returned_tokens: int
+
+
 class Request(NamedTuple):
     """One request of a trace (immutable).
 
@@ -10,7 +19,8 @@ class Request(NamedTuple):
     `hash_ids` name the prompt's prefix blocks of `hash_block_tokens` tokens each (equal ids, equal prefix); empty where
     the trace has none. The id of a partly filled last block names the whole block, generated tokens in it included, and
     `output_hash_ids` the blocks after it. `session_id` joins the turns of one conversation; empty where the trace has
-    none. A lower `priority` is more urgent, as in vLLM.
+    none. A lower `priority` is more urgent, as in vLLM. `calls` are in order, each after more output tokens than
+    the one before, and none after the last token.
     """
 
     request_id: int
@@ -22,3 +32,9 @@ class Request(NamedTuple):
     hash_block_tokens: int = 0
     output_hash_ids: tuple[int, ...] = ()
     priority: int = 0
+    calls: tuple[ToolCall, ...] = ()
+
+    @property
+    def most_tokens(self) -> int:
+        """Context length at its end: prompt, answers of tools, output."""
+        return self.prompt_tokens + self.output_tokens + sum(call.returned_tokens for call in self.calls)

@@ -19,6 +19,7 @@ from traces.errors import TraceError
 from traces.fields import MOST_SECONDS, MOST_TOKENS, TIME_UNITS, Where, seconds_divisor
 from traces.files import text_blocks
 from traces.rates import check_count
+from traces.request import ToolCall
 
 ZeroTokens = Literal["error", "drop", "one"]
 ZERO_TOKENS: tuple[ZeroTokens, ...] = ("error", "drop", "one")
@@ -60,6 +61,7 @@ class Columns(NamedTuple):
     blocks: Sequence[int] = ()  # tokens of a hash block
     output_hashes: Sequence[tuple[int, ...]] = ()
     priorities: Sequence[int] = ()
+    calls: Sequence[tuple[ToolCall, ...]] = ()
 
 
 class Row(NamedTuple):
@@ -74,6 +76,7 @@ class Row(NamedTuple):
     block: int = 0
     output_hashes: tuple[int, ...] = ()
     priority: int = 0
+    calls: tuple[ToolCall, ...] = ()
 
 
 def plainly_right(columns: Columns, previous: float, ordered: bool) -> bool:

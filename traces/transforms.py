@@ -5,7 +5,7 @@ All of them stream and none changes its input; ids are renumbered where requests
 
 import heapq
 from collections.abc import Iterable, Iterator
-from itertools import islice
+from itertools import accumulate, islice
 from operator import itemgetter
 
 from traces.errors import TraceError
@@ -38,22 +38,31 @@ def _window(requests: Iterable[Request], start_s: float, end_s: float) -> Iterat
 
 
 def clip(requests: Iterable[Request], max_tokens: int) -> Iterator[Request]:
-    """Fit each request into a context of `max_tokens`, prompt and output together.
+    """Fit each request into a context of `max_tokens`, prompt, answers of tools and output together.
 
     The output is kept up to half of the context and the prompt is cut to what is left; the output gives way only where
     the prompt is short. Hash ids are trimmed to the blocks that still hold what they name: all of the prompt where only
-    the output is cut, its full blocks alone where the answer now begins at another place.
+    the output is cut, its full blocks alone where the answer now begins at another place. Calls of tools stay that come
+    before the last token and whose answers, the first ones first, fill no more than half of the context.
     """
     if max_tokens < 2:
         raise TraceError(f"clip {max_tokens} is too small; a request needs 2 tokens, one of prompt and one of output")
     return (
-        request if request.prompt_tokens + request.output_tokens <= max_tokens else _clip(request, max_tokens)
+        request
+        if request.prompt_tokens + request.output_tokens <= max_tokens and not request.calls
+        else _clip(request, max_tokens)
         for request in requests
     )
 
 
 def _clip(request: Request, max_tokens: int) -> Request:
-    prompt, output = request.prompt_tokens, request.output_tokens
+    prompt, output, calls = request.prompt_tokens, request.output_tokens, request.calls
+    if calls:
+        if request.most_tokens <= max_tokens:
+            return request
+        returned = accumulate(call.returned_tokens for call in calls)
+        calls = calls[: sum(tokens <= max_tokens // 2 - 1 for tokens in returned)]
+        max_tokens -= sum(call.returned_tokens for call in calls)
     prompt = max(1, min(prompt, max_tokens - min(output, max_tokens // 2)))
     output = min(output, max_tokens - prompt)
     hashes, output_hashes, block = request.hash_ids, request.output_hash_ids, request.hash_block_tokens
@@ -62,7 +71,13 @@ def _clip(request: Request, max_tokens: int) -> Request:
         hashes, output_hashes = hashes[: prompt // block], ()
     elif output_hashes:
         output_hashes = output_hashes[: output_blocks(prompt, output, block)]
-    return request._replace(prompt_tokens=prompt, output_tokens=output, hash_ids=hashes, output_hash_ids=output_hashes)
+    return request._replace(
+        prompt_tokens=prompt,
+        output_tokens=output,
+        hash_ids=hashes,
+        output_hash_ids=output_hashes,
+        calls=tuple(call for call in calls if call.after_tokens < output),
+    )
 
 
 def spread_ties(requests: Iterable[Request]) -> Iterator[Request]:

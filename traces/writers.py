@@ -6,15 +6,19 @@ import os
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from itertools import chain, islice
+from itertools import islice
 from pathlib import Path
 from typing import TextIO, cast
 
 from traces.errors import TraceError
 from traces.request import Request
+from traces.tool_calls import FIELD, write_calls
 
 PLAIN = ("arrival_s", "prompt_tokens", "output_tokens")
 FULL = (*PLAIN, "session_id", "hash_ids", "hash_block_tokens", "output_hash_ids", "priority")
+COLUMNS = (PLAIN, FULL, (*FULL, FIELD))
+_EMPTY = (",,,0,,0", ",")
+"""What a row has in the columns that the next of `COLUMNS` has more."""
 _AT_ONCE = 4096
 _CHARS_AT_ONCE = 1 << 16
 
@@ -98,43 +102,52 @@ def write_trace(requests: Iterable[Request], path: str | Path) -> int:
 
 
 def _write_csv(requests: Iterable[Request], file: TextIO) -> int:
-    """Write plain rows as long as no request has more than those columns; from then on, all columns."""
+    """Write the fewest of `COLUMNS` that all requests so far need; from the first that needs more on, more."""
     stream = iter(requests)
-    writer = csv.writer(file, lineterminator="\n")
-    writer.writerow(PLAIN)
-    count = 0
+    csv.writer(file, lineterminator="\n").writerow(PLAIN)
+    count = level = 0
     while block := list(islice(stream, _AT_ONCE)):
-        if any(r.session_id or r.hash_ids or r.output_hash_ids or r.priority for r in block):
-            _widen(file)
-            return count + _write_full(chain(block, stream), file)
-        file.writelines(f"{r.arrival_s!r},{r.prompt_tokens},{r.output_tokens}\n" for r in block)
+        needed = max(map(_level, block))
+        while level < needed:
+            _widen(file, level)
+            level += 1
+        if level:
+            _write_rows(block, file, len(COLUMNS[level]))
+        else:
+            file.writelines(f"{r.arrival_s!r},{r.prompt_tokens},{r.output_tokens}\n" for r in block)
         count += len(block)
     return count
 
 
-def _widen(file: TextIO) -> None:
+def _level(request: Request) -> int:
+    """Which of `COLUMNS` a request needs."""
+    if request.calls:
+        return 2
+    return int(bool(request.session_id or request.hash_ids or request.output_hash_ids or request.priority))
+
+
+def _widen(file: TextIO, level: int) -> None:
     """Give the rows written so far the columns that a later request turned out to need."""
     file.seek(0)
     next(file)
     with _scratch() as wide:
-        wide.write(",".join(FULL) + "\n")
-        wide.writelines(line.rstrip("\n") + ",,,0,,0\n" for line in file)
+        wide.write(",".join(COLUMNS[level + 1]) + "\n")
+        wide.writelines(line.rstrip("\n") + _EMPTY[level] + "\n" for line in file)
         # The open file must stay the one that takes the path's place, so the wide text is copied back into it.
         file.seek(0)
         wide.seek(0)
         _copy(wide, file)
 
 
-def _write_full(requests: Iterable[Request], file: TextIO) -> int:
+def _write_rows(requests: Iterable[Request], file: TextIO, num_columns: int) -> None:
     writer = csv.writer(file, lineterminator="\n")
-    count = 0
-    for count, request in enumerate(requests, 1):  # noqa: B007  (the count is the result)
-        _, arrival_s, prompt, output, session, hashes, block, output_hashes, priority = request
+    for request in requests:
+        _, arrival_s, prompt, output, session, hashes, block, output_hashes, priority, calls = request
         if "\n" in session or "\r" in session:
             raise TraceError(f"request {request.request_id}: session_id {session!r} holds a line break; rename it")
         names, output_names = (" ".join(map(str, ids)) for ids in (hashes, output_hashes))
-        writer.writerow((repr(arrival_s), prompt, output, session, names, block, output_names, priority))
-    return count
+        row = (repr(arrival_s), prompt, output, session, names, block, output_names, priority, write_calls(calls))
+        writer.writerow(row[:num_columns])
 
 
 def _write_jsonl(requests: Iterable[Request], file: TextIO) -> int:
@@ -157,5 +170,7 @@ def _write_jsonl(requests: Iterable[Request], file: TextIO) -> int:
             row["output_hash_ids"] = request.output_hash_ids
         if request.priority:
             row["priority"] = request.priority
+        if request.calls:
+            row[FIELD] = request.calls
         file.write(json.dumps(row) + "\n")
     return count

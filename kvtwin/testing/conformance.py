@@ -7,7 +7,7 @@ changes nothing, gap statistics equal those of single tokens, and those that end
 """
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from random import Random
@@ -23,8 +23,9 @@ from sim.engine.limits import Limits
 from sim.engine.sequence import Sequence, Status
 from sim.errors import UserError
 from sim.kv.block_pool import CachingPool
+from sim.parts.catalogue import STAGES
 from sim.systems.base import Asked, Policy
-from traces.request import Request
+from traces.request import Request, ToolCall
 
 TOLERANCE_S = 1e-7
 """How far times of one run may be from another's that differs in rounding alone, s."""
@@ -60,7 +61,10 @@ class Workload:
     machine: Machine
 
     def __repr__(self) -> str:
-        rows = [tuple(request[1:4]) + tuple(request[5:8]) * bool(request.hash_ids) for request in self.arrivals]
+        rows = [
+            tuple(request[1:4]) + tuple(request[5:8]) * bool(request.hash_ids) + request.calls
+            for request in self.arrivals
+        ]
         return f"{rows} on {self.limits} and {self.machine}"
 
 
@@ -88,7 +92,23 @@ def draw_workload(draw: st.DrawFn, policy: Policy) -> Workload:
         limit = replace(limit, enable_prefix_caching=True)
         named = draw(st.sampled_from([block_size, 16, 8]))
         arrivals = [with_prefix(request, named, draw) for request in arrivals]
-    return Workload(arrivals, limit, machine)
+    return Workload(calling(policy, arrivals), limit, machine)
+
+
+def calling(policy: Policy, arrivals: list[Request], speed: float = 1.0) -> list[Request]:
+    """The requests, with calls of tools if the policy's stage takes any; tools are so many times as fast."""
+    if not STAGES[policy.names["stage"]].takes_calls:
+        return arrivals
+    rng = Random(len(arrivals))
+    return [_with_calls(request, rng, speed) for request in arrivals]
+
+
+def _with_calls(request: Request, rng: Random, speed: float) -> Request:
+    """Up to three calls: some take no time, some return nothing."""
+    most = request.output_tokens - 1
+    places = sorted(rng.sample(range(1, most + 1), min(rng.choice((0, 1, 2, 3)), most)))
+    calls = (ToolCall(place, rng.choice((0.0, 0.01, 0.2, 2.0)) / speed, rng.choice((0, 1, 5, 30))) for place in places)
+    return request._replace(calls=tuple(calls))
 
 
 workloads = st.composite(draw_workload)
@@ -150,7 +170,7 @@ def check_ends(outcome: Outcome, workload: Workload) -> None:
         if seq.status is Status.FINISHED:
             whole = seq.num_generated == seq.request.output_tokens
             # Some engines end a sequence at the longest context, or where the pool would.
-            room = workload.limits.max_model_len - seq.request.prompt_tokens
+            room = workload.limits.max_model_len - (seq.num_tokens - seq.num_generated)
             room_of = getattr(outcome.scheduler.batching, "max_new_tokens", None)
             assert whole or seq.num_generated in (room, max(1, room_of(seq)) if room_of else room)
             assert seq.request.arrival_s - 1e-9 <= seq.first_scheduled_s <= seq.first_token_s <= seq.finish_s
@@ -182,7 +202,7 @@ def check_gaps(outcome: Outcome) -> None:
             assert len(times) == seq.num_generated
             assert times[0] == seq.first_token_s
             assert abs(times[-1] - seq.finish_s) < 1e-9
-    gaps_s = [b - a for times in outcome.tokens.values() for a, b in pairwise(times)]
+    gaps_s = [gap_s for seq in outcome.ended for gap_s in _gaps_of(seq.request, outcome.tokens)]
     found = outcome.gaps.statistics((50.0, 99.0))
     if not gaps_s:
         assert found is None
@@ -193,6 +213,15 @@ def check_gaps(outcome: Outcome) -> None:
     np.testing.assert_allclose(found.std, np.std(gaps_s), rtol=1e-6, atol=1e-8)
     for percentile, value in found.percentiles.items():
         np.testing.assert_allclose(value, np.percentile(gaps_s, percentile), rtol=1e-9, atol=1e-9)
+
+
+def _gaps_of(request: Request, tokens: Mapping[int, list[float]]) -> list[float]:
+    """Between the tokens of a request, without what tools took, s."""
+    gaps_s = [b - a for a, b in pairwise(tokens.get(request.request_id, ()))]
+    for call in request.calls:
+        if call.after_tokens <= len(gaps_s):
+            gaps_s[call.after_tokens - 1] -= call.duration_s
+    return gaps_s
 
 
 def check_forgotten(policy: Policy) -> None:
@@ -206,7 +235,7 @@ def check_forgotten(policy: Policy) -> None:
         limit = replace(limit, enable_prefix_caching=True)
         ids = [range(100 * (request.request_id % 3), -(-request.prompt_tokens // 16)) for request in arrivals]
         arrivals = [r._replace(hash_ids=tuple(i), hash_block_tokens=16) for r, i in zip(arrivals, ids, strict=True)]
-    outcome = run(policy, Workload(arrivals, limit, linear_machine(limit.block_bytes)))
+    outcome = run(policy, Workload(calling(policy, arrivals), limit, linear_machine(limit.block_bytes)))
     num_held = len(reachable(outcome.scheduler).intersection(outcome.ended))
     pool = outcome.scheduler.gpu
     # A chunk of a conversation knows which turn had it last.

@@ -21,8 +21,9 @@ from gpu_runtime.kv.pool import KVPool
 from gpu_runtime.model.attention_batch import AttentionBatch
 from gpu_runtime.model.config import DecoderConfig
 from gpu_runtime.model.decoder import Decoder, greedy
+from gpu_runtime.token_ids import answer_to
 from gpu_runtime.trace_prompts import TracePrompts
-from kvtwin.testing.conformance import limits_of
+from kvtwin.testing.conformance import calling, limits_of
 from kvtwin.testing.engines import Machine, build_engine, limits, linear_machine, requests
 from sim.clock.arrivals import Arrivals
 from sim.engine.limits import Counters, Limits
@@ -212,14 +213,25 @@ def check(policy: Policy) -> None:
         arrivals = requests(*rows)
         served = serve(policy, arrivals, tight_limits(policy, chunked=chunked, seqs=seqs), inline_copies=inline)
         assert len(check_tokens(served, arrivals)) == len(rows)
+    if arrivals := [request for request in calling(policy, requests(*ROWS), speed=20) if request.calls]:
+        limit = tight_limits(policy, chunked=True, gpu=28, seqs=3, max_model_len=256)
+        served = serve(policy, arrivals, limit)
+        assert len(check_tokens(served, arrivals)) == len(arrivals)
 
 
 # -- one request alone ---------------------------------------------------------------------------------------------
 
 
 def tokens_alone(request: Request, decoder: Decoder | None = None) -> list[int]:
-    """The greedy continuation of a request's prompt, by the small decoder unless told, with no other request there."""
-    return list(continuation(tuple(prompt_of(request)), request.output_tokens, decoder))
+    """The greedy continuation of a request's prompt, by the small decoder unless told, with no other request there; of
+    what tools answer, too, where it calls them."""
+    prompt = context = tuple(prompt_of(request))
+    found: list[int] = []
+    for call in request.calls:
+        stretch = continuation(context, call.after_tokens - len(found), decoder)
+        found += stretch
+        context += (*stretch, *answer_to(prompt, call.returned_tokens))
+    return [*found, *continuation(context, request.output_tokens - len(found), decoder)]
 
 
 @lru_cache(maxsize=10_000)

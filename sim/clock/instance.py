@@ -81,7 +81,7 @@ class Instance:
             plan = schedule(now_s)
             if plan is None:
                 times = None
-                end_s = min(arrivals.next_s, transfers[0][0]) if transfers else arrivals.next_s
+                end_s = self._wakes_s
                 if end_s == inf:
                     break
             else:
@@ -137,7 +137,7 @@ class Instance:
                     now_s = max(now_s, done.end_s)
                     engine.deliver(ended)
                 else:
-                    wakes_s = min(arrivals.next_s, transfers[0][0]) if transfers else arrivals.next_s
+                    wakes_s = self._wakes_s
                     if wakes_s == inf:
                         break
                     now_s = wakes_s
@@ -151,6 +151,14 @@ class Instance:
             raise InvariantError(f"the engine stands still at {now_s} s with requests unfinished")
         if now_s > env.now:
             yield env.timeout(now_s - env.now)
+
+    @property
+    def _wakes_s(self) -> float:
+        """When an engine with nothing to do may have some again, s."""
+        next_s, wakes_s, transfers = self.arrivals.next_s, self.engine.wakes_s, self._transfers
+        if wakes_s < next_s:
+            next_s = wakes_s
+        return min(next_s, transfers[0][0]) if transfers else next_s
 
     def _run_ahead(self, plan: IterationPlan, start_s: float) -> StepTimes:
         """A jump as `_run` has it, and one iteration more: that one is scheduled before the event is known."""

@@ -159,12 +159,6 @@ class Member(Instance):
             if plan.awaited:
                 self._tell_started()
 
-    @property
-    def _wakes_s(self) -> float:
-        """When an engine with nothing to do may have some again, s."""
-        inbox, events = self.inbox, self._events
-        return min(inbox.next_s, events[0][0]) if events else inbox.next_s
-
     def _take_events(self, now_s: float) -> bool:
         """Take the events that are due, and pull what the engine waits for; whether anything can be decided now."""
         if now_s < self.busy_until_s - TIE_S:

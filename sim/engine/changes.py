@@ -48,6 +48,20 @@ class Release(NamedTuple):
     seq: Sequence
 
 
+class Append(NamedTuple):
+    """`seq` has `num_tokens` more tokens of context that it did not generate, behind those that it has."""
+
+    seq: Sequence
+    num_tokens: int
+
+
+class Grow(NamedTuple):
+    """`seq`, which has all its KV on the GPU, has `num_blocks` blocks in each layer group from now on."""
+
+    seq: Sequence
+    num_blocks: int
+
+
 class Keep(NamedTuple):
     """`num_blocks` blocks of `seq` from `first_block` on are cached from now on, at the end of `run`.
 
@@ -245,7 +259,10 @@ class Rebuilt(NamedTuple):
     """Where the `recomputed` layers are the first, so that this can be executed: what is uncached after the pass."""
 
 
-Change = Place | Release | Move | Restore | Keep | Hit | Split | Evict | Save | Unsave | Store | Load | Drop | Uncache
+Change = (
+    Place | Release | Append | Grow | Move | Restore | Keep | Hit | Split | Evict | Save | Unsave | Store | Load | Drop
+    | Uncache
+)  # fmt: skip
 
 # Named tuples at half their cost: their own constructors are Python functions, the tuple's is not.
 make_place = cast(Callable[[tuple[Sequence, tuple[int, ...], int, int]], Place], partial(tuple.__new__, Place))

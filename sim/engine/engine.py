@@ -11,7 +11,8 @@ from sim.engine.changes import Move
 from sim.engine.plan import IterationPlan, StepTimes
 from sim.engine.predictor import LengthPredictor
 from sim.engine.scheduler import Scheduler
-from sim.engine.sequence import Sequence, Status
+from sim.engine.sequence import CallingSequence, Sequence, Status
+from sim.errors import UserError
 from traces.request import Request
 
 
@@ -29,11 +30,21 @@ class Engine:
         """Hears when nothing can be done until another event arrives."""
 
     def add_request(self, request: Request) -> Sequence:
-        """Event: `request` arrived."""
-        seq = Sequence(request)
+        """Event: `request` arrived. UserError where it calls tools and the stage has no place for such sequences."""
+        seq = self._calling(request) if request.calls else Sequence(request)
         seq.predicted_lower_tokens, seq.predicted_median_tokens = self._predict(request)
         self.scheduler.add(seq)
         return seq
+
+    def _calling(self, request: Request) -> CallingSequence:
+        stage = self.scheduler.stage
+        if not stage.takes_calls:
+            raise UserError(
+                f"request {request.request_id}: the trace says that it calls a tool, and stage={stage.name} lets no "
+                "sequence wait for one: give --policy SYSTEM:stage=tool-calls, or a system for tool calls "
+                "(`kvtwin policies`)"
+            )
+        return CallingSequence(request)
 
     def offer(self, seq: Sequence) -> None:
         """Event: `seq`, new here, has its first token and its KV on another engine, where it may be pulled from."""
@@ -106,6 +117,11 @@ class Engine:
     def name_blocks(self, seq: Sequence, keys: tuple[int, ...]) -> None:
         """Event: what `seq`, which runs, has generated fills more of its blocks; the `keys` of their content."""
         self.scheduler.memory.name_blocks(seq, keys)
+
+    @property
+    def wakes_s(self) -> float:
+        """When to ask again where nothing can be done and no other event comes first, s; infinite where never."""
+        return self.scheduler.wakes_s
 
     @property
     def has_unfinished(self) -> bool:

@@ -6,10 +6,11 @@ cost nothing.
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from math import inf
 from typing import TYPE_CHECKING
 
 from sim.engine.batch import DecodeBatch
-from sim.engine.changes import PEER, Change, Move, Tier
+from sim.engine.changes import PEER, Append, Change, Move, Tier
 from sim.engine.decisions import DecisionLog
 from sim.engine.limits import Counters, Deployment, Limits
 from sim.engine.plan import IterationPlan, PrefillChunk, StepTimes
@@ -65,6 +66,7 @@ class Scheduler:
         "_reports_copies",
         "_reserve",
         "_transferred",
+        "_wakes",
         "admission",
         "batch",
         "batching",
@@ -137,6 +139,9 @@ class Scheduler:
         self._moved = [part.moved for part in self.parts if overrides(part, "moved")]
         self._left = [part.left for part in self.parts if overrides(part, "left")]
         self._transferred = [part.transferred for part in self.parts if overrides(part, "transferred")]
+        self._wakes = [part.wakes_s for part in self.parts if overrides(part, "wakes_s")]
+        if self._wakes:
+            self._repeats.append(self._until_woken)
         self._admitted = self.admission.admitted if overrides(self.admission, "admitted", Admission) else None
         self._refusal = self.batching.refusal if overrides(self.batching, "refusal", Batching) else None
         self._fill: Callable[[IterationPlan, float], None] = self.batching.fill
@@ -265,7 +270,10 @@ class Scheduler:
             else:
                 # Preempted with its last token in flight.
                 self.order.remove(seq)
-                self._finish(seq, seq.last_token_s)
+                if seq.calls:
+                    self.stage.call(seq)
+                else:
+                    self._finish(seq, seq.last_token_s)
         for delivered in self._delivered:
             delivered()
 
@@ -308,13 +316,23 @@ class Scheduler:
             seq.output_tokens = output_tokens
 
     def cancel(self, seq: Sequence) -> None:
-        """The client of `seq` has left: it leaves the queue, or ends with its next token."""
+        """The client of `seq` has left: it leaves the queue, or ends with its next token (a tool answers first)."""
         if seq.status in (Status.FINISHED, Status.IGNORED):
             return
         if seq.status is Status.WAITING and self.order.remove(seq):
             self.ignore(seq, "cancelled")
             return
+        seq.drop_calls()
         self.truncate(seq, min(seq.output_tokens, self.num_generated_of(seq) + 1))
+
+    @property
+    def wakes_s(self) -> float:
+        """When some part has something to decide though nothing has happened, s; infinite where none has."""
+        return min([wakes_s() for wakes_s in self._wakes]) if self._wakes else inf
+
+    def _until_woken(self, plan: IterationPlan, steps: int) -> int:
+        plan.until_s = min(plan.until_s, self.wakes_s)
+        return steps
 
     # -- what others may know ----------------------------------------------------------------------------------------
 
@@ -346,7 +364,7 @@ class Scheduler:
     @property
     def num_swapped(self) -> int:
         """Sequences whose KV is (partly) on the host and that do not decode."""
-        return self.eviction.num_out + self.stage.num_parked
+        return self.eviction.num_out + self.stage.num_parked - self.stage.num_calling
 
     @property
     def has_unfinished(self) -> bool:
@@ -394,11 +412,16 @@ class Scheduler:
         if self.batching.schedules_ahead:
             self.landed.add(seq)
 
-    def park(self, seq: Sequence) -> None:
+    def park(self, seq: Sequence, status: Status = PARKED) -> None:
         """`seq`, prefilled and in no batch, waits for something else than its turn."""
-        seq.status = PARKED
+        seq.status = status
         for parked in self._parked:
             parked(seq)
+
+    def append(self, seq: Sequence, num_tokens: int) -> None:
+        """`seq`, in no batch, has `num_tokens` more tokens of context that it did not generate."""
+        seq.num_tokens += num_tokens
+        self.changes.append(Append(seq, num_tokens))
 
     def take_out(self, seq: Sequence) -> None:
         """Take `seq` out of the batch between steps."""
@@ -435,10 +458,13 @@ class Scheduler:
         return False
 
     def end(self, seq: Sequence, end_s: float) -> None:
-        """A sequence has all its tokens: its blocks are free for the next step."""
+        """A sequence has all its tokens: its blocks are free for the next step. Or it calls a tool."""
         if self._ended_ahead is not None:
             self._ended_ahead.append(seq)
             self.memory.await_last_token(seq)
+            return
+        if seq.calls:
+            self.stage.call(seq)
             return
         if self._left:
             self.tell_left(seq)

@@ -2,11 +2,12 @@
 
 from enum import Enum
 
-from traces.request import Request
+from traces.request import Request, ToolCall
 
 
 class Status(Enum):
-    """Where a sequence stands (vLLM's words; PARKED: prefilled, not decoding, its KV held or on its way).
+    """Where a sequence stands (vLLM's words; PARKED: prefilled, not decoding, its KV held or on its way;
+    CALLING: a tool works for it).
 
     `TRANSITIONS` says which may follow which.
     """
@@ -16,6 +17,7 @@ class Status(Enum):
     SWAPPED = "swapped"
     PARKED = "parked"
     PROMOTING = "promoting"
+    CALLING = "calling"
     HANDED_OVER = "handed over"
     FINISHED = "finished"
     IGNORED = "ignored"
@@ -27,9 +29,13 @@ FINISHED, IGNORED = Status.FINISHED, Status.IGNORED
 
 TRANSITIONS: dict[Status, frozenset[Status]] = {
     # Admitted, also to finish with its first token; or refused for ever.
-    Status.WAITING: frozenset({Status.RUNNING, Status.IGNORED}),
-    # Preempted to be computed again, swapped out, parked, or at its end.
-    Status.RUNNING: frozenset({Status.WAITING, Status.SWAPPED, Status.PARKED, Status.FINISHED, Status.IGNORED}),
+    # Or preempted with the token in flight with which it calls a tool.
+    Status.WAITING: frozenset({Status.RUNNING, Status.IGNORED, Status.CALLING}),
+    # Preempted to be computed again, swapped out, parked, with a tool, or at its end.
+    Status.RUNNING: frozenset({Status.WAITING, Status.SWAPPED, Status.PARKED, Status.FINISHED, Status.IGNORED})
+    | {Status.CALLING},
+    # The tool has answered.
+    Status.CALLING: frozenset({Status.RUNNING, Status.PROMOTING, Status.PARKED, Status.WAITING, Status.IGNORED}),
     # Back, on its way back, computed again, or grown beyond the pool.
     Status.SWAPPED: frozenset({Status.RUNNING, Status.PROMOTING, Status.WAITING, Status.IGNORED}),
     Status.PARKED: frozenset({Status.RUNNING, Status.PROMOTING, Status.SWAPPED, Status.WAITING, Status.IGNORED})
@@ -51,6 +57,7 @@ class Sequence:
     in a `DecodeBatch` its length is `batch_offset + batch.step`, so that a decode iteration touches no sequence;
     `num_tokens`, `num_generated` and `num_blocks` are brought up to date when it leaves.
     `num_cached_tokens` are the prompt tokens that were hit when it was first admitted (vLLM's name).
+    Where it calls tools, `output_tokens` is how many it has had when it next calls or ends (`CallingSequence`).
     Times are seconds on the run's clock; -1.0 means not yet.
     """
 
@@ -76,6 +83,11 @@ class Sequence:
         "status",
     )
 
+    calls: tuple[ToolCall, ...] = ()
+    """Of tools, those to come; the first may be under way."""
+    tool_s: float = 0.0
+    """For how long tools have worked for it, s."""
+
     def __init__(self, request: Request) -> None:
         self.request = request
         self.output_tokens = request.output_tokens
@@ -100,6 +112,14 @@ class Sequence:
     def __repr__(self) -> str:
         return f"<Sequence {self.request.request_id} {self.status.value} {self.num_tokens} tokens>"
 
+    @property
+    def most_tokens(self) -> int:
+        """Context length when it next calls a tool or ends; of members of the batch, too."""
+        return self.num_tokens - self.num_generated + self.output_tokens
+
+    def drop_calls(self) -> None:
+        """It calls no more tools, and ends with its stretch."""
+
     def reset_for_recompute(self) -> None:
         """Forget the KV cache: the next prefill covers prompt and generated tokens (vLLM 0.5.5)."""
         self.num_computed = 0
@@ -107,3 +127,29 @@ class Sequence:
         self.prefilling = True
         self.status = WAITING
         self.num_preemptions += 1
+
+
+class CallingSequence(Sequence):
+    """A sequence that calls tools: it is generated in stretches, and ends with the last."""
+
+    __slots__ = ("calls", "tool_s")
+
+    def __init__(self, request: Request) -> None:
+        super().__init__(request)
+        self.calls = request.calls
+        self.tool_s = 0.0
+        self.output_tokens = self.calls[0].after_tokens
+
+    def begin_call(self) -> ToolCall:
+        """The call for which its stretch has ended; from now on it ends with the next."""
+        call, self.calls = self.calls[0], self.calls[1:]
+        self.output_tokens = self.calls[0].after_tokens if self.calls else self.request.output_tokens
+        return call
+
+    def drop_calls(self) -> None:
+        self.calls = ()
+
+    def end_call(self, call: ToolCall) -> None:
+        """The tool has answered. What comes next is waited for from here on: the tool's time is not the engine's."""
+        self.tool_s += call.duration_s
+        self.last_token_s += call.duration_s

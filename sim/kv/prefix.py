@@ -226,7 +226,7 @@ class PrefixMemory(PagedMemory):
         return holding
 
     def _most_blocks(self, seq: Sequence) -> int:
-        return (seq.request.prompt_tokens + seq.output_tokens) // self.block_size
+        return seq.most_tokens // self.block_size
 
     def await_last_token(self, seq: Sequence) -> None:
         self._num_pending = 1

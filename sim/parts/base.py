@@ -8,14 +8,14 @@ One step of the scheduler asks them in this order:
    `reserve()`: take what the coming step needs on top of what the batching will ask for.
 2. `Batching.fill(plan, now_s)`: the shape of the iteration. It asks `Order.head` and `Admission.admits` which
    request may start, `Memory` for blocks, and `Eviction.evict` to take a victim's. `Unified` and `Sglang` ask no
-   admission: they admit by memory alone.
+   admission: they admit by memory, by a rule of their own, and refuse admissions that weigh more.
 3. `repeats(plan, steps)` of every part that has one, where the plan could repeat itself: for how many iterations the
    answers just given stay the same. The scheduler takes the least.
 4. `complete(plan)` of every part that has one: what else is copied.
 5. After the iteration: `committed(plan, times)`; of one scheduled ahead `delivered()`, `committed` when it is launched.
    As it happens: `joined` (a sequence enters the decode batch), `parked` (it has its first token and waits outside),
    `moved` (it got a token more than the batch), `left` (it ended, or is to be computed again), `transferred` (a copy
-   has ended).
+   has ended). `wakes_s` is asked where nothing can be done, and before a jump.
 
 Questions (`admits`, `fits`, properties, `is_`, `has_`, `may_` and so on) change nothing: a checked engine asks them
 twice (`kvtwin.testing.questions`). What only remembers an answer, a class names in `memoized`.
@@ -41,7 +41,7 @@ refusals and tables of what goes together are derived from these. `sim.parts.cat
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sized
 from math import inf
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from sim.engine.batch import DecodeBatch
 from sim.engine.changes import Move, Tier
@@ -53,6 +53,11 @@ if TYPE_CHECKING:
     from sim.kv.memory import Memory
     from sim.parts.needs import Need
     from sim.systems.builder import Builder
+
+
+Wait = Literal["memory", "seat", "tool", "link"]
+"""What a sequence waits for that has begun and is in no batch: KV memory, a seat (`max_num_seqs`), a tool's answer, KV
+that is on its way over a link."""
 
 
 class Part:
@@ -119,6 +124,13 @@ class Part:
     def transferred(self, move: Move) -> None:
         """A copy beside or behind the computation has ended; the memory knows already."""
 
+    def wakes_s(self) -> float:
+        """When it has something to decide though nothing may have happened, s; infinite where it knows of no such time.
+
+        An engine without work is asked again then, and a jump ends at the first boundary at or after it.
+        """
+        return inf
+
     def holders(self) -> Iterable[tuple[Sequence, Tier]]:
         """Sequences that are in this part's care and hold blocks, and where. For recounts."""
         return ()
@@ -166,6 +178,8 @@ class Order(Part, ABC):
 class Admission(Part, ABC):
     """Whether the head of the queue may start."""
 
+    by_memory_alone: ClassVar[bool] = False
+    """Whether memory is all that it weighs: a batching that weighs it by a rule of its own need not ask."""
     keep_free = 0
     """Whole blocks that stay free when a prompt is placed or a swapped sequence returns."""
 
@@ -264,6 +278,8 @@ class Stage(Part, ABC):
     """Whether prefilled sequences leave for another engine: they stand in `prefilled` until that is told."""
     pulls: ClassVar[bool] = False
     """Whether sequences that were prefilled elsewhere can be offered."""
+    takes_calls: ClassVar[bool] = False
+    """Whether sequences may call tools."""
     layer_wise = False
     """Whether the KV of a prompt's layers leaves while later ones are computed."""
     prefilled: list[Sequence]
@@ -277,6 +293,24 @@ class Stage(Part, ABC):
     def migrated(self, move: Move) -> None:
         """A copy to or from another engine has ended."""
         raise NotImplementedError
+
+    def call(self, seq: Sequence) -> None:
+        """`seq`, in no batch, calls the first of its `calls`, and did so with its last token (`last_token_s`).
+
+        It has its KV, unless it waits: it was preempted with that token in flight.
+        """
+        raise NotImplementedError
+
+    @property
+    def waits_for(self) -> Wait | None:
+        """What a sequence that is parked here waits for, of several one that waits for this engine; None where none is
+        this engine's."""
+        return "memory" if self.num_parked and not self.hands_over else None
+
+    @property
+    def num_calling(self) -> int:
+        """Of those parked, the ones with a tool or back from it and not on the way to the batch: none has a seat."""
+        return 0
 
     @property
     def has_parked(self) -> bool:

@@ -156,6 +156,7 @@ AWAY = {
     "parked": "was parked, its KV not all on the GPU",
     "coming back": "waited for its KV to come back from the host",
     "recompute": "was computed again",
+    "tool": "waited for a tool",
 }
 
 
@@ -168,7 +169,8 @@ def _interruption(steps: Sequence[dict[str, Any]], name: str, start_s: float, en
         if overlap_s > 0.0:
             bound_s[step["args"]["limit"]] += overlap_s
     limit = max(bound_s, key=lambda name: bound_s[name], default="none")
-    cause = f", while this was short: {LIMIT_NAMES[limit]}" if limit in LIMIT_NAMES and name != "recompute" else ""
+    is_kept = limit in LIMIT_NAMES and name not in ("recompute", "tool")
+    cause = f", while this was short: {LIMIT_NAMES[limit]}" if is_kept else ""
     yield f"At {_moment(start_s)} it {AWAY.get(name, name)} for {_time(end_s - start_s)}{cause}."
 
 

@@ -8,7 +8,7 @@ from sim.engine.scheduler import Scheduler
 from sim.engine.sequence import Sequence, Status
 from sim.results.time_use import TimeUse
 
-AWAY = {Status.WAITING: "preempted", Status.SWAPPED: "swapped out", Status.PARKED: "parked"}
+AWAY = {Status.WAITING: "preempted", Status.SWAPPED: "swapped out", Status.PARKED: "parked", Status.CALLING: "tool"}
 """What a request is called that has been scheduled and is in no batch, by its status."""
 DECODE, PREFILL, RECOMPUTE = "decode", "prefill", "recompute"
 

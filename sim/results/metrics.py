@@ -1,7 +1,8 @@
 """What is kept of a request that ended, and the statistics over all of them.
 
 Names and definitions are those of `vllm bench serve`: TTFT is first token minus arrival, TPOT is (e2el - ttft) /
-(n - 1) over requests of two tokens or more, goodput counts requests that meet every SLO given.
+(n - 1) over requests of two tokens or more, goodput counts requests that meet every SLO given. The time that tools take
+for a request (`ToolCall`) is in its end-to-end latency alone, not in TPOT and ITL, nor in what SLOs are held against.
 """
 
 from array import array
@@ -181,7 +182,8 @@ class RequestLog:
         queue_s = seq.first_scheduled_s - arrival_s + front_end_s
         tpot_s = 0.0
         if num_output > 1:
-            tpot_s = (e2el_s - ttft_s) / (num_output - 1)
+            # A tool's time is not the engine's.
+            tpot_s = (e2el_s - ttft_s - seq.tool_s) / (num_output - 1)
             self.tpot_s.append(tpot_s)
         self.completed += 1
         self.prompt_tokens += prompt_tokens
@@ -192,7 +194,7 @@ class RequestLog:
         self.ttft_s.append(ttft_s)
         self.e2el_s.append(e2el_s)
         self.queue_s.append(queue_s)
-        if self.goodput is not None and self.goodput.met(ttft_s, tpot_s, e2el_s):
+        if self.goodput is not None and self.goodput.met(ttft_s, tpot_s, e2el_s - seq.tool_s):
             self.good += 1
         self._keep((request_id, arrival_s, prompt_tokens, num_output, queue_s, ttft_s, e2el_s, ""))
         if self.table is not None:

@@ -86,10 +86,11 @@ class TimeUse:
         """What keeps a request from starting; None where none waits."""
         scheduler, limits = self._scheduler, self._scheduler.limits
         preemptions, self._num_preemptions = self._num_preemptions, scheduler.counters.preemptions
-        away = scheduler.eviction.num_out or (scheduler.stage.num_parked and not scheduler.stage.hands_over)
+        parked = scheduler.stage.waits_for
+        away = scheduler.eviction.num_out or parked == "memory"
         if not scheduler.order.waiting:
-            return "memory" if away else None
-        if scheduler.num_running >= limits.max_num_seqs:
+            return "memory" if away else "seats" if parked == "seat" else None
+        if scheduler.num_running - scheduler.stage.num_calling >= limits.max_num_seqs:
             return "seats"
         head, room = scheduler.order.head(), limits.max_num_batched_tokens - plan.prefill_tokens
         if scheduler.batching.splits_prompts:

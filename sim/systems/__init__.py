@@ -43,6 +43,7 @@ _PLACES = {
     "batchllm": "sim.systems.batchllm.preset:BatchLLM",
     "memserve": "sim.systems.memserve.preset:MemServe",
     "mooncake": "sim.systems.mooncake.preset:Mooncake",
+    "infercept": "sim.systems.infercept.preset:InferCept",
     "adaptive": "sim.systems.adaptive.preset:Adaptive",
 }
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from runtime_variants import VARIANTS, policy_of
 
 from kvtwin.testing import build_engine, limits, linear_machine, requests, roofline_machine, simulate
-from kvtwin.testing.conformance import limits_of
+from kvtwin.testing.conformance import calling, limits_of
 from kvtwin.testing.pretended import pretend
 from sim.engine.plan import IterationPlan, StepTimes
 from sim.engine.sequence import Sequence
@@ -88,6 +88,7 @@ def test_both_clocks_take_the_same_decisions_at_the_same_times(variant, rows, gp
 
 
 def check(policy, arrivals, limit, machine):
+    arrivals = calling(policy, arrivals)
     there = Shown()
     simulated = simulate(policy, arrivals, limit, machine=machine, jump=False, observe=lambda scheduler: there.observe)
     plans, ended = live(policy, arrivals, limit, machine)

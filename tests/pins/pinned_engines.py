@@ -90,12 +90,12 @@ PAIRS = {
     ),
     "orca": "order=triage memory=saved-states order=priority order=lpm order=dfs-weight order=prefix-groups",
     "fastserve": "memory=radix memory=prefix-groups admission=watermark",
-    "radix": "batching=fastgen order=priority batching=request-level admission=slack memory=chunks",
-    "batchllm": "batching=sarathi batching=request-level batching=fastgen batching=sglang admission=slack",
+    "radix": "batching=fastgen order=priority batching=request-level memory=chunks",
+    "batchllm": "batching=sarathi batching=request-level batching=fastgen batching=sglang",
     "vllm-v1": "memory=tiered-states order=mlfq order=triage",
     "ellm": "order=prefix-groups batching=request-level memory=retained",
     "pensieve": "order=mlfq",
-    "adaptive": "admission=watermark admission=slack",
+    "adaptive": "admission=watermark",
 }
 """Parts beside others with which no system above has them."""
 

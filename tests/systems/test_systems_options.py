@@ -141,7 +141,7 @@ def test_an_engine_has_the_predictor_that_a_part_mixed_in_asks_for() -> None:
 @pytest.mark.parametrize(
     ("text", "predictor", "tpot_slo_ms"),
     [
-        ("adaptive:admission=slack,predictor=none,tpot-slo-ms=30", "none", 30.0),
+        ("layerkv:order=triage,predictor=none,tpot-slo-ms=30", "none", 30.0),
         ("vllm-recompute:order=triage,admission=slack", "bucket", 200.0),
         ("vllm-recompute:order=triage,admission=slack,predictor=oracle,tpot-slo-ms=30", "oracle", 30.0),
     ],
@@ -149,7 +149,7 @@ def test_an_engine_has_the_predictor_that_a_part_mixed_in_asks_for() -> None:
 def test_options_of_one_name_are_one(text: str, predictor: str, tpot_slo_ms: float) -> None:
     """Slack took lengths for known where the engine's predictor was another's, and words reached one part of two."""
     policy = parse_policy(text, {})[1]
-    for options in (policy, *policy.mixed_options) if "adaptive" in text else policy.mixed_options:
+    for options in (policy, *policy.mixed_options) if "layerkv" in text else policy.mixed_options:
         assert (options.predictor, options.tpot_slo_ms) == (predictor, tpot_slo_ms)
 
 

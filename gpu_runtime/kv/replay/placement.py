@@ -18,6 +18,7 @@ from sim.engine.changes import (
     Direction,
     Drop,
     Evict,
+    Grow,
     Hit,
     Keep,
     Load,
@@ -78,6 +79,8 @@ class Placement:
             match change:
                 case Place():
                     self._place(change)
+                case Grow(seq, num_blocks):
+                    self.grow(((seq, num_blocks * self.block_tokens),))
                 case Release(seq):
                     await_copies(seq)
                     self._release(seq)

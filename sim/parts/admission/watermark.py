@@ -16,6 +16,7 @@ class Watermark(Admission):
     """The head starts if its prompt has blocks above the watermark."""
 
     name: ClassVar[str] = "watermark"
+    by_memory_alone: ClassVar[bool] = True
     share: ClassVar[float] = WATERMARK
     """Of the GPU's blocks, how many stay free."""
 

@@ -5,11 +5,11 @@ from collections import deque
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, ClassVar
 
-from sim.engine.changes import Tier
+from sim.engine.changes import Grow, Tier
 from sim.engine.decisions import DecisionLog
 from sim.engine.plan import ADMITTED, CONTINUED, IterationPlan, PrefillChunk
-from sim.engine.sequence import Sequence
-from sim.parts.base import Admission, Eviction, Part, overrides
+from sim.engine.sequence import RUNNING, Sequence
+from sim.parts.base import Admission, Eviction, Part, Wait, overrides
 
 if TYPE_CHECKING:
     from sim.engine.scheduler import Scheduler
@@ -26,6 +26,8 @@ class Batching(Part, ABC):
 
     splits_prompts: ClassVar[bool] = False
     """Whether a prompt may be computed in chunks."""
+    resumes: ClassVar[bool] = False
+    """Whether a sequence that is parked may compute more than a token when it goes on (`resume`)."""
     has_choice: ClassVar[bool] = False
     """Whether `--enable-chunked-prefill` chooses among classes by one name, of which some do."""
     is_unified: ClassVar[bool] = False
@@ -180,6 +182,27 @@ class Batching(Part, ABC):
         elif seq in self.batch.members:
             self.batch.remove(seq)
         self.eviction.evict(seq, plan)
+
+    def resume(self, seq: Sequence) -> Wait | None:
+        """`seq`, parked, has its KV on the GPU: what is not computed of it is a half-done prompt from now on.
+
+        What it has to wait for, and nothing is done; None: it computes on. Here its blocks are taken all at once.
+        """
+        scheduler, memory = self.scheduler, self.memory
+        if scheduler.num_seated >= self.limits.max_num_seqs:
+            return "seat"
+        if memory.blocks_missing(seq, seq.num_tokens) > memory.gpu.free:
+            return "memory"
+        memory.take_chunk(seq, seq.num_tokens)
+        scheduler.changes.append(Grow(seq, seq.num_blocks))
+        self._go_on(seq)
+        return None
+
+    def _go_on(self, seq: Sequence) -> None:
+        self.scheduler.changed = True
+        seq.status = RUNNING
+        seq.prefilling = True
+        self.partials[seq] = None
 
     def drop_partial(self, seq: Sequence) -> None:
         """`seq`, half done, is to lose its place."""

@@ -32,6 +32,7 @@ class Running(Batching):
         Need("memory", "takes blocks chunk by chunk", offers="takes_chunks"),
         Need("eviction", "computes victims again", lacks="moves_whole"),
         Need("stage", "computes victims again", lacks="brings_layers_back"),
+        Need("admission", "admits by a rule of its own and asks none", offers="by_memory_alone"),
     )
     splits_prompts: ClassVar[bool] = True
     default_budget: ClassVar[int | None] = 8192

@@ -16,6 +16,7 @@ class StallFree(Batching):
 
     name: ClassVar[str] = "sarathi"
     splits_prompts: ClassVar[bool] = True
+    resumes: ClassVar[bool] = True
     prefills_per_step: ClassVar[int] = 1
     """Prompts that share an iteration at most."""
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from sim.engine.plan import ADMITTED, IterationPlan, StepTimes
 from sim.engine.sequence import Sequence
+from sim.parts.base import Wait
 from sim.parts.batching.base import NEVER_FITS
 from sim.parts.batching.running import Running
 from sim.parts.batching.unified_options import VllmV1Options
@@ -27,6 +28,7 @@ class Unified(Running):
     options: ClassVar[type | None] = VllmV1Options
     is_unified = True
     stops_at_max_model_len = True
+    resumes = True
 
     @classmethod
     def build(cls, b: "Builder") -> "Unified":
@@ -95,7 +97,8 @@ class Unified(Running):
         """`seq`, which has the blocks for it, computes its next `chunk` tokens."""
         scheduler, memory, batch = self.scheduler, self.paged, self.batch
         self.running[seq] = None
-        seq.output_tokens = min(seq.output_tokens, self.limits.max_model_len - seq.request.prompt_tokens)
+        if seq.output_tokens >= self.limits.max_model_len - seq.num_tokens + seq.num_generated:
+            self._stop_at_longest(seq)
         scheduler.start(seq, now_s, placed=True)
         if decodes:
             self._join(seq)
@@ -109,6 +112,21 @@ class Unified(Running):
         self._add_chunk(plan, seq, chunk, ADMITTED)
         if self._caches:
             memory.publish(seq, seq.num_computed + chunk)
+
+    def _stop_at_longest(self, seq: Sequence) -> None:
+        """It ends when it is as long as any may be, and calls no tool then."""
+        seq.output_tokens = self.limits.max_model_len - seq.num_tokens + seq.num_generated
+        seq.drop_calls()
+
+    def resume(self, seq: Sequence) -> Wait | None:
+        # Blocks are taken chunk by chunk.
+        if len(self.running) >= self.limits.max_num_seqs:
+            return "seat"
+        if seq.most_tokens >= self.limits.max_model_len:
+            self._stop_at_longest(seq)
+        self.running[seq] = None
+        self._go_on(seq)
+        return None
 
     # -- afterwards --------------------------------------------------------------------------------------------------
 

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 class UnifiedOffloading(Unified):
     """vLLM v1's `schedule()` with a connector."""
 
+    resumes = False
     needs: ClassVar[tuple[Need, ...]] = (
         *Unified.needs,
         Need("memory", "with --kv-offloading-size tells a connector of blocks", names=("paged",)),

@@ -50,6 +50,7 @@ class Paced(Unified):
     """Unified batches at the pace of first tokens."""
 
     name: ClassVar[str] = "paced"
+    resumes = False
     options: ClassVar[type | None] = None
     memoized = ("_plans", "_seconds")
     needs: ClassVar[tuple[Need, ...]] = (

@@ -29,6 +29,7 @@ class SlackAdmission(Watermark):
     """
 
     name: ClassVar[str] = "slack"
+    by_memory_alone: ClassVar[bool] = False
     options: ClassVar[type | None] = LayerKVOptions
     # Of a step, as the first prompt that witnesses did not hold up has found it.
     memoized = ("_least_s",)

@@ -45,6 +45,7 @@ class ExtendFirst(Batching):
         Need("order", "sorts the queue as SGLang does", names=("sglang-queue",)),
         Need("eviction", "computes victims again", names=("recompute",)),
         Need("stage", "decodes what it has prefilled", names=("direct",)),
+        Need("admission", "admits by a rule of its own and asks none", offers="by_memory_alone"),
     )
     splits_prompts: ClassVar[bool] = True
     default_budget: ClassVar[int | None] = 8192

@@ -1,0 +1,1 @@
+"""InferCept: requests that pause for tools, and what is least wasted meanwhile."""

@@ -1,0 +1,22 @@
+"""Options of `infercept`, and of any mix with its stage."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from sim.parts.options import option
+
+
+@dataclass(frozen=True)
+class InferCeptOptions:
+    """What becomes of KV while a tool works."""
+
+    tool_kv: Literal["min-waste", "preserve", "discard", "swap"] = option(
+        "min-waste", "KV of a request that calls a tool: min-waste, preserve, discard or swap"
+    )
+    known_durations: bool = option(
+        True,
+        "how long a tool takes is known when it is called; else KV stays until that has wasted as much as another way",
+    )
+    keeps_place: bool = option(
+        True, "a request whose KV was discarded comes before those that wait, not behind them, when the tool answers"
+    )

@@ -1,0 +1,35 @@
+"""InferCept (Abhyankar et al., "InferCept: Efficient Intercept Support for Augmented LLM Inference", ICML 2024).
+
+A request that calls a tool pauses; its KV is preserved, discarded or swapped by least waste (`min_waste`), and it goes
+on in its old place. What is computed again comes in chunks beside the decodes, as FastGen's batches have them; swaps
+run beside the computation.
+
+Assumed: a swap goes whole, not block by block within each iteration's share; it is hidden if it is no longer than the
+next iteration. A sequence that comes back and finds no blocks waits for them while others run.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from sim.systems.base import Asked, EngineLimits, Policy, chunked_limits
+from sim.systems.infercept.options import InferCeptOptions
+
+
+@dataclass(frozen=True)
+class InferCept(InferCeptOptions, Policy):
+    """Least waste while tools work."""
+
+    name: ClassVar[str] = "infercept"
+    summary: ClassVar[str] = "InferCept: KV of requests that call a tool preserved, discarded or swapped by least waste"
+    default_swap_space_gib: ClassVar[float] = 64.0
+    composition: ClassVar[dict[str, str]] = {
+        "order": "fcfs",
+        "batching": "fastgen",
+        "admission": "watermark",
+        "memory": "paged",
+        "eviction": "recompute",
+        "stage": "min-waste",
+    }
+
+    def engine_limits(self, asked: Asked) -> EngineLimits:
+        return chunked_limits(self, asked)
