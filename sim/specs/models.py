@@ -9,36 +9,36 @@ from sim.specs.model_spec import MlaSpec, ModelSpec, MoeSpec
 __all__ = ["MlaSpec", "ModelSpec", "MoeSpec", "built_in_models", "load_model", "read_hf_config"]
 
 BUILT_IN = Path(__file__).parent / "models"
-HUB = {
-    "deepseek-ai/deepseek-v2-lite": "deepseek-v2-lite",
-    "deepseek-ai/deepseek-v3": "deepseek-v3",
-    "google/gemma-2-9b": "gemma-2-9b",
-    "google/gemma-3-27b-it": "gemma-3-27b",
-    "google/gemma-3-27b-pt": "gemma-3-27b",
-    "openai/gpt-oss-20b": "gpt-oss-20b",
-    "openai/gpt-oss-120b": "gpt-oss-120b",
-    "meta-llama/llama-2-7b-hf": "llama-2-7b",
-    "meta-llama/llama-2-13b-hf": "llama-2-13b",
-    "meta-llama/llama-2-70b-hf": "llama-2-70b",
-    "meta-llama/llama-3.1-8b": "llama-3.1-8b",
-    "meta-llama/llama-3.1-8b-instruct": "llama-3.1-8b",
-    "meta-llama/llama-3.1-70b": "llama-3.1-70b",
-    "meta-llama/llama-3.1-70b-instruct": "llama-3.1-70b",
-    "meta-llama/llama-3.1-405b": "llama-3.1-405b",
-    "mistralai/mistral-7b-v0.1": "mistral-7b-v0.1",
-    "mistralai/mixtral-8x7b-v0.1": "mixtral-8x7b-v0.1",
-    "facebook/opt-13b": "opt-13b",
-    "qwen/qwen2.5-7b": "qwen2.5-7b",
-    "qwen/qwen3-0.6b": "qwen3-0.6b",
-    "qwen/qwen3-8b": "qwen3-8b",
-    "qwen/qwen3-14b": "qwen3-14b",
-    "qwen/qwen3-32b": "qwen3-32b",
-    "qwen/qwen3-30b-a3b": "qwen3-30b-a3b",
-    "qwen/qwen3-235b-a22b": "qwen3-235b-a22b",
-    "01-ai/yi-34b-200k": "yi-34b-200k",
+HUB_IDS = {
+    "deepseek-v2-lite": ("deepseek-ai/DeepSeek-V2-Lite",),
+    "deepseek-v3": ("deepseek-ai/DeepSeek-V3",),
+    "gemma-2-9b": ("google/gemma-2-9b-it", "google/gemma-2-9b"),
+    "gemma-3-27b": ("google/gemma-3-27b-it", "google/gemma-3-27b-pt"),
+    "gpt-oss-20b": ("openai/gpt-oss-20b",),
+    "gpt-oss-120b": ("openai/gpt-oss-120b",),
+    "llama-2-7b": ("meta-llama/Llama-2-7b-hf",),
+    "llama-2-13b": ("meta-llama/Llama-2-13b-hf",),
+    "llama-2-70b": ("meta-llama/Llama-2-70b-hf",),
+    "llama-3.1-8b": ("meta-llama/Llama-3.1-8B-Instruct", "meta-llama/Llama-3.1-8B"),
+    "llama-3.1-70b": ("meta-llama/Llama-3.1-70B-Instruct", "meta-llama/Llama-3.1-70B"),
+    "llama-3.1-405b": ("meta-llama/Llama-3.1-405B-Instruct", "meta-llama/Llama-3.1-405B"),
+    "minimax-m2.5": ("MiniMaxAI/MiniMax-M2.5",),
+    "mistral-7b-v0.1": ("mistralai/Mistral-7B-v0.1",),
+    "mixtral-8x7b-v0.1": ("mistralai/Mixtral-8x7B-v0.1",),
+    "opt-13b": ("facebook/opt-13b",),
+    "qwen2.5-7b": ("Qwen/Qwen2.5-7B",),
+    "qwen3-0.6b": ("Qwen/Qwen3-0.6B",),
+    "qwen3-8b": ("Qwen/Qwen3-8B",),
+    "qwen3-14b": ("Qwen/Qwen3-14B",),
+    "qwen3-32b": ("Qwen/Qwen3-32B",),
+    "qwen3-30b-a3b": ("Qwen/Qwen3-30B-A3B",),
+    "qwen3-235b-a22b": ("Qwen/Qwen3-235B-A22B",),
+    "yi-34b-200k": ("01-ai/Yi-34B-200K",),
 }
-"""Models as Hugging Face's hub calls them, in small letters, and what they are called here: ids, not owners' names
-alone, since what others publish under a like name may be quantised or longer."""
+"""Models that ship, and what Hugging Face's hub calls checkpoints of their shape, the one that a server is told first:
+ids, not owners' names alone, since what others publish under a like name may be quantised or longer."""
+HUB = {identifier.lower(): name for name, identifiers in HUB_IDS.items() for identifier in identifiers}
+"""Ids of the hub, in small letters, and what they are called here."""
 
 
 def built_in_models() -> list[str]:

@@ -6,22 +6,8 @@ from typing import Any
 
 from sim.options.scenario import OF_WORKLOADS, READING, SHAPING, Scenario
 from sim.options.values import flag
-from sim.specs.models import load_model
+from sim.specs.models import HUB_IDS, load_model
 
-HUB = {
-    "deepseek-v2-lite": "deepseek-ai/DeepSeek-V2-Lite", "deepseek-v3": "deepseek-ai/DeepSeek-V3",
-    "gemma-2-9b": "google/gemma-2-9b-it", "gemma-3-27b": "google/gemma-3-27b-it",
-    "gpt-oss-120b": "openai/gpt-oss-120b", "gpt-oss-20b": "openai/gpt-oss-20b",
-    "llama-2-13b": "meta-llama/Llama-2-13b-hf", "llama-2-70b": "meta-llama/Llama-2-70b-hf",
-    "llama-2-7b": "meta-llama/Llama-2-7b-hf", "llama-3.1-405b": "meta-llama/Llama-3.1-405B-Instruct",
-    "llama-3.1-70b": "meta-llama/Llama-3.1-70B-Instruct", "llama-3.1-8b": "meta-llama/Llama-3.1-8B-Instruct",
-    "minimax-m2.5": "MiniMaxAI/MiniMax-M2.5", "mistral-7b-v0.1": "mistralai/Mistral-7B-v0.1",
-    "mixtral-8x7b-v0.1": "mistralai/Mixtral-8x7B-v0.1", "opt-13b": "facebook/opt-13b", "qwen2.5-7b": "Qwen/Qwen2.5-7B",
-    "qwen3-0.6b": "Qwen/Qwen3-0.6B", "qwen3-14b": "Qwen/Qwen3-14B", "qwen3-235b-a22b": "Qwen/Qwen3-235B-A22B",
-    "qwen3-30b-a3b": "Qwen/Qwen3-30B-A3B", "qwen3-32b": "Qwen/Qwen3-32B", "qwen3-8b": "Qwen/Qwen3-8B",
-    "yi-34b-200k": "01-ai/Yi-34B-200K",
-}  # fmt: skip
-"""The models that ship, as the hub calls checkpoints of their shape."""
 VLLM_VERSION = "0.33.0"
 """Whose decisions `vllm-v1` makes."""
 PORT, PREFILL_PORT, DECODE_PORT, NIXL_PORT = 8000, 8100, 8200, 5600
@@ -44,7 +30,7 @@ TRAFFIC = ("trace", "trace_format", *READING, *SHAPING, *OF_WORKLOADS)
 
 def served_model(name: str) -> str:
     """What servers are told: the hub's name of a model that ships, else the user's own."""
-    return HUB.get(name, name)
+    return HUB_IDS.get(name, (name,))[0]
 
 
 def is_sglang(options: Mapping[str, Any]) -> bool:
