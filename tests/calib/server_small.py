@@ -11,6 +11,7 @@ from sim.options.policies import parse_policy
 from sim.options.scenario import Scenario
 from sim.run.prepare import prepare
 from sim.run.runs import Recording
+from sim.run.served import as_served
 from sim.run.simulate import build_run, execute
 from sim.run.traffic import traffic
 
@@ -24,7 +25,7 @@ UNSTEADY, LATE_S = 0.02, 2e-4
 def setup(policy="vllm-v1", rate=4.0, **changes):
     """Llama-2-7B on an A100, as the server has it but for the constants."""
     scenario = Scenario(workload="sharegpt", num_prompts=200, request_rate=rate, max_model_len=4096, seed=3)
-    return prepare(replace(scenario, **changes), *parse_policy(policy, {}))
+    return prepare(as_served(replace(scenario, **changes)), *parse_policy(policy, {}))
 
 
 def serve(described, path, hidden=HIDDEN, *, unsteady=UNSTEADY, late_s=LATE_S, seed=1):

@@ -164,7 +164,8 @@ def test_a_tokeniser_is_told_from_the_gpu_where_prefixes_are_cached(tmp_path):
         assert least <= hidden[name] <= most
     parameters = parameters_of(described, names[1:3] + names[-2:])
     fit = server_fit._fit_steps(lambda *_: found, described, served, len(served.requests), parameters)
-    assert found_again(fit.estimates, {name: hidden[name] for name in fit.estimates}) == {}
+    # Its 2 us a token are not taken for the GPU's work.
+    assert fit.values["flops_per_s"] == pytest.approx(hidden["flops_per_s"], rel=0.03)
     assert 1e-6 < fit.values["front_end_s_per_token"] < 3e-6
 
 
