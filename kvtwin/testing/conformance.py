@@ -23,7 +23,7 @@ from sim.engine.limits import Limits
 from sim.engine.sequence import Sequence, Status
 from sim.errors import UserError
 from sim.kv.block_pool import CachingPool
-from sim.parts.catalogue import STAGES
+from sim.parts.catalogue import BATCHINGS, STAGES
 from sim.systems.base import Asked, Policy
 from traces.request import Request, ToolCall
 
@@ -128,6 +128,8 @@ def with_prefix(request: Request, named: int, draw: st.DrawFn) -> Request:
 
 def limits_of(policy: Policy, limit: Limits, seqs: int, chunk: int | None) -> Limits:
     """`limit` with the policy's own seats and budget: in chunks of `chunk` tokens if it can, else whole prompts."""
+    if chunk is not None and BATCHINGS[policy.names["batching"]].chunks_are_blocks:
+        chunk = -(-chunk // limit.block_size) * limit.block_size
     for asked in (
         Asked(limit.max_model_len, seqs, chunk, chunk is not None),
         Asked(limit.max_model_len, seqs),

@@ -26,6 +26,8 @@ class Batching(Part, ABC):
 
     splits_prompts: ClassVar[bool] = False
     """Whether a prompt may be computed in chunks."""
+    chunks_are_blocks: ClassVar[bool] = False
+    """Whether the token budget of chunks is whole blocks."""
     resumes: ClassVar[bool] = False
     """Whether a sequence that is parked may compute more than a token when it goes on (`resume`)."""
     has_choice: ClassVar[bool] = False

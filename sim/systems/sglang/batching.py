@@ -48,6 +48,7 @@ class ExtendFirst(Batching):
         Need("admission", "admits by a rule of its own and asks none", offers="by_memory_alone"),
     )
     splits_prompts: ClassVar[bool] = True
+    chunks_are_blocks: ClassVar[bool] = True
     default_budget: ClassVar[int | None] = 8192
     frees_in_order = True
     records_decisions = True
@@ -391,6 +392,8 @@ class ExtendFirst(Batching):
 
     def left(self, seq: Sequence) -> None:
         self._has_left = True
+        self._sampled.discard(seq)
+        self._before[1].pop(seq, None)
         if seq.status is Status.WAITING:
             for settled in self._to_settle:
                 settled.pop(seq, None)
