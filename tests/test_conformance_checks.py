@@ -15,11 +15,19 @@ from sim.systems.vllm055 import VllmRecompute
 Change = Callable[[Any], object]
 
 
+class ASequence(SimpleNamespace):
+    """Its prompt has ten tokens."""
+
+    @property
+    def num_tokens(self) -> int:
+        return 10 + self.num_generated
+
+
 def a_sequence(number: int = 0, **more: Any) -> SimpleNamespace:
     """It came at 1 s, got in at 2 s, and has three tokens: at 3, 3.5 and 4.5 s."""
     facts = {"request": requests((1.0, 10, 3))[0]._replace(request_id=number), "status": Status.FINISHED}
     facts |= {"num_generated": 3, "first_scheduled_s": 2.0, "first_token_s": 3.0, "finish_s": 4.5, "num_blocks": 0}
-    return SimpleNamespace(**facts | more)
+    return ASequence(**facts | more)
 
 
 def an_outcome() -> SimpleNamespace:
@@ -27,7 +35,9 @@ def an_outcome() -> SimpleNamespace:
     spans = [SimpleNamespace(start_s=start_s, end_s=end_s) for start_s, end_s in ((2.0, 3.0), (3.0, 4.5))]
     lanes = SimpleNamespace(**{name: SimpleNamespace(intervals=deepcopy(spans)) for name in ("compute", "d2h", "h2d")})
     pools = {name: SimpleNamespace(free=7, num_blocks=7) for name in ("gpu", "host")}
-    scheduler = SimpleNamespace(has_unfinished=False, num_running=0, num_swapped=0, num_waiting=0, **pools)
+    scheduler = SimpleNamespace(
+        has_unfinished=False, num_running=0, num_swapped=0, num_waiting=0, batching=None, **pools
+    )
     # Of gaps of 0.5 and 1 s: the mean and the median are 0.75, each is 0.25 from it, and 99 % of the way is 0.995.
     found = SimpleNamespace(exact=True, count=2, mean=0.75, std=0.25, percentiles={50.0: 0.75, 99.0: 0.995})
     gaps = SimpleNamespace(found=found)

@@ -22,7 +22,7 @@ from sim.engine.limits import Deployment, Limits, Role, WindowLimits
 from sim.engine.plan import IterationPlan, StepTimes
 from sim.engine.predictor import LengthPredictor
 from sim.engine.scheduler import Scheduler
-from sim.engine.sequence import TRANSITIONS, Status
+from sim.engine.sequence import TRANSITIONS, CallingSequence, Status
 from sim.engine.sequence import Sequence as Seq
 from sim.engine.windowed_batch import WindowedBatch
 from sim.results.metrics import Goodput, RequestLog
@@ -162,6 +162,8 @@ class CheckedEngine(Engine):
             now = seq.status
             if now is not before:
                 steps = TRANSITIONS[before]
+                if not isinstance(seq, CallingSequence):
+                    steps -= {Status.CALLING}
                 assert now in steps or any(now in TRANSITIONS[between] for between in steps), (seq, before, now)
                 self.statuses[seq] = now
 

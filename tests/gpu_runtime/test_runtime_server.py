@@ -138,7 +138,7 @@ def test_a_stop_token_ends_the_answer_early_and_frees_its_blocks(variant):
             bodies = [
                 body_of(ROWS[3]),
                 body_of(ROWS[3], ignore_eos=True),
-                body_of(ROWS[3], min_tokens=4, stop_token_ids=[101]),
+                body_of(ROWS[3], min_tokens=4, stop_token_ids=[1]),
                 body_of(ROWS[1], ignore_eos=True, stop_token_ids=tokens_alone(ROWS[1])[:1]),
             ]
             answers = [answer["choices"][0] for _, answer, _ in await asyncio.gather(*map(service.post, bodies))]

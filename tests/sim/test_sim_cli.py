@@ -51,7 +51,7 @@ def test_a_run_reports_what_it_found_and_where(tmp_path, capsys):
     assert kvtwin.main(["run", *SMALL, "--policy", "vllm-swap", "--out", str(tmp_path / "out"), "--figures"]) == 0
     printed = capsys.readouterr()
     assert "vllm-swap" in printed.out and "TTFT" in printed.out and "result.json" in printed.out
-    assert printed.err == ""
+    assert printed.err == "kvtwin: taken, as not given: --model llama-2-7b\n"
     assert names(tmp_path / "out" / "figures") == FIGURES
     for name in FIGURES:
         assert (tmp_path / "out" / "figures" / name).read_bytes().startswith(b"\x89PNG")

@@ -159,7 +159,7 @@ def test_a_pipeline_is_as_many_virtual_engines_with_a_share_of_the_blocks_each(t
     one, two = found[1], found[2]
     assert two.scenario.pipeline_parallel_size == 2
     assert two.engines is not result_module.UNSET
-    assert [(use.tp, use.num_prompts) for use in two.engines] == [(1, 30), (1, 30)]
+    assert [(use.tp, use.num_prompts) for use in two.engines] == [(1, 31), (1, 29)]
     # Half of the weights (of 13.5 GB) and half of every block on each GPU; each batch has half of the blocks.
     assert two.scenario.block_bytes == one.scenario.block_bytes / 2
     more = 2 * two.scenario.num_gpu_blocks * two.scenario.block_bytes

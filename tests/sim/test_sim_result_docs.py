@@ -25,6 +25,7 @@ SEEN = {
     "counters of hcache and kvpr",
     "counters of fastserve",
     "counters of adaptive",
+    "counters of infercept and of stage=tool-calls",
     "counters of pools",
     "counters of tiers",
     "timeline.json.gz",

@@ -256,7 +256,8 @@ def other_values(kind):
         values[name] = str(not default).lower() if isinstance(default, bool) else str(default)
         if isinstance(default, int | float) and not isinstance(default, bool):
             values[name] = str(default + 1 if isinstance(default, int) else default / 2 or 0.5)
-    return values | {name: value for name, value in OTHER_WORDS.items() if name in values}
+    words = OTHER_WORDS | ({"schedule_policy": "lof"} if kind.name == "sglang" else {})
+    return values | {name: value for name, value in words.items() if name in values}
 
 
 OTHER_WORDS = {
@@ -272,7 +273,9 @@ OTHER_WORDS |= {"threads": "512", "layers_per_block": "8", "layer_order": "conti
 OTHER_WORDS |= {"caching": "both", "mechanism": "swap"}
 OTHER_WORDS |= {"kv_offloading_size": "1.5", "cpu_chunks": "30", "eviction_policy": "arc"}
 OTHER_WORDS |= {"schedule_policy": "fcfs", "load_s_per_block": "0.001", "store_s_per_block": "0.002"}
-ALONE = {"async_scheduling", "predictor_accuracy"}
+OTHER_WORDS |= {"tool_kv": "swap", "hicache_write_policy": "write_back"}
+OTHER_WORDS |= {"radix_eviction_policy": "lfu", "retraction_policy": "priority"}
+ALONE = {"async_scheduling", "predictor_accuracy", "ignore_eos", "disable_radix_cache", "enable_hierarchical_cache"}
 """Options that go with some others only, and are tested by themselves."""
 
 

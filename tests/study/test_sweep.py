@@ -242,7 +242,7 @@ def test_a_worker_of_this_machine_that_dies_is_one_line(monkeypatch):
             self.jobs = n_jobs
 
         def __call__(self, calls):
-            yield from (f"{self.jobs} workers", *(task.key for _, (task, _), _ in calls))
+            yield from (f"{self.jobs} workers", *(task.key for _, (_, task, _), _ in calls))
             raise BrokenProcessPool("it was killed")
 
     monkeypatch.setattr("joblib.Parallel", Dying)

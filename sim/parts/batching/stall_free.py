@@ -7,7 +7,7 @@ code.
 
 from typing import ClassVar
 
-from sim.engine.plan import IterationPlan
+from sim.engine.plan import SWAPPED_IN, IterationPlan
 from sim.parts.batching.base import Batching
 
 
@@ -24,13 +24,15 @@ class StallFree(Batching):
         eviction = self.eviction
         self.decode_or_preempt(plan)
         budget = self.continue_partials(plan, self.budget - plan.num_decodes)
-        any_victims = eviction.requeue_victims()
+        any_victims, returned = eviction.requeue_victims(), 0
         if not any_victims and eviction.num_out:
             before = plan.num_decodes + plan.prefill_tokens
             eviction.bring_back(plan, budget, plan.num_decodes + len(self.partials))
             budget -= plan.num_decodes + plan.prefill_tokens - before
+            # Half-done prompts that came back have seats, and are no partials before the step has ended.
+            returned = sum(chunk.origin is SWAPPED_IN for chunk in plan.chunks)
         if self.order.waiting and budget > 0 and not eviction.num_out and not self._has_unfed_partial(plan):
-            num_seqs = len(self.batch.members) + len(self.partials)
+            num_seqs = len(self.batch.members) + len(self.partials) + returned
             self.admit(plan, now_s, budget, num_seqs, max(0, self.prefills_per_step - len(plan.chunks)))
         plan.cut_on_arrival = not eviction.num_out and not (self.order.waiting and self.order.sticky)
         if not plan.chunks and not self.partials and not any_victims:
