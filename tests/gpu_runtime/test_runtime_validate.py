@@ -30,6 +30,7 @@ from sim.errors import UserError  # noqa: E402
 from sim.files import folder_name  # noqa: E402
 from sim.options.scenario import Scenario  # noqa: E402
 from sim.run.files import simulate  # noqa: E402
+from sim.run.folders import NEW  # noqa: E402
 from sim.run.prepare import GIB, prepare  # noqa: E402
 from sim.systems import POLICIES  # noqa: E402
 from traces.request import Request  # noqa: E402
@@ -383,7 +384,9 @@ def test_sigterm_leaves_what_is_finished(tmp_path, command, place):
         [sys.executable, "-m", "kvtwin", command, *words, "--out", str(out)], stderr=subprocess.PIPE, text=True
     )
     try:
-        while not (out / place / ".kvtwin.lock").exists() and process.poll() is None:
+        # Results are written beside those of before.
+        begun = [out / place / ".kvtwin.lock", out / NEW / place]
+        while not any(path.exists() for path in begun[: 2 if place else 1]) and process.poll() is None:
             time.sleep(0.05)
         time.sleep(5)  # Some complete; all take 100 seconds.
         process.send_signal(signal.SIGTERM)
