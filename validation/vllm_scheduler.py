@@ -4,7 +4,7 @@ python validation/vllm_scheduler.py --first-seed 20000 --workloads 200
 
 Needs the environment of `tests/oracle/vllm_v1_oracle.py`, kvtwin in it. vLLM's own `EngineCore` runs on the CPU over a
 virtual clock with `--scheduler-cls kvtwin.vllm.Preset` (`tests/oracle/vllm_core.py`). Compared are, of every
-iteration, its end, who computes how many tokens and the free blocks; then the ends of all requests and who was
+iteration, its end, the requests with their tokens and the free blocks; then the ends of all requests and those
 preempted. Workloads are small and nasty: pools of a few requests, prompts sent twice, bursts, turns that hit what was
 generated.
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class VllmPool(BlockPool):
-    """vLLM's free blocks; who takes and gives back is the memory."""
+    """vLLM's free blocks; the memory takes them and gives them back."""
 
     __slots__ = ("_pool",)
 

@@ -172,7 +172,7 @@ class Driver:
         self._flying.append(Flight(plan, seqs, ended, seconds))
         return Step(ids, list(self.memory.placed))
 
-    # -- for who pretends the device -----------------------------------------------------------------------------------
+    # -- for a pretended device ----------------------------------------------------------------------------------------
 
     @property
     def latest(self) -> IterationPlan:

@@ -86,7 +86,7 @@ class ToolCalls(Stage):
         """Those that have begun to call since the last step, in the order in which to choose."""
         return begun
 
-    # -- who is here ---------------------------------------------------------------------------------------------------
+    # -- what is here --------------------------------------------------------------------------------------------------
 
     @property
     def num_parked(self) -> int:

@@ -1,8 +1,8 @@
 """`ExtendFirst`: prompts before decodes, admitted by what those that run may generate (SGLang 0.5's scheduler).
 
 A step computes prompts, in chunks of the budget, if any can go on or start, else a token of each decode; with
-`--sglang-enable-mixed-chunk` decodes ride along. A refusal for lack of memory is sticky: nobody is tried until a
-sequence has left those that run. Scheduled ahead (the default), a step is decided while the one before it runs. What
+`--sglang-enable-mixed-chunk` decodes ride along. A refusal for lack of memory is sticky: no request is tried until one
+has left those that run. Scheduled ahead (the default), a step is decided while the one before it runs. What
 that one ends by length is left out; what it ends by a stop token is not known yet and is fed once more, for nothing.
 Source: sglang 0.5.23, `managers/scheduler.py` (`get_next_batch_to_run`), `schedule_batch.py` (`retract_decode`).
 """
@@ -68,7 +68,7 @@ class ExtendFirst(Batching):
         self.running: list[Sequence] = []
         """Those that decode, in SGLang's order."""
         self.is_full = False
-        """Nobody is tried until one has left."""
+        """No request is tried until one has left."""
         self.chunked: Sequence | None = None
         """The one half-done prompt."""
         self._last: list[Sequence] | None = None

@@ -47,7 +47,7 @@ class PrefillPass:
         self._taken_now = decodes
         self._taken += sum([self.kept_for(seq) for seq in batching.running])
         self.chunks: list[tuple[Sequence, int]] = []
-        """Who computes, and how many tokens."""
+        """Which sequences compute, and how many tokens."""
         self.num_continued = 0
         self._ends: list[tuple[float, int]] | None = None
 
