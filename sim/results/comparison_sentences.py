@@ -10,7 +10,7 @@ from sim.results.schema import Bounds, Result
 
 SAME = 0.01
 """Relative differences up to this are called the same in sentences."""
-DIFFER = "The engines differ"
+WITHOUT_ENGINE = "prices without an engine"
 
 
 def sentences(results: Sequence[Result]) -> list[str]:
@@ -33,18 +33,21 @@ def all_sentences(results: Sequence[Result], bounds: Bounds | None) -> list[str]
 def engine_sentences(results: Sequence[Result]) -> list[str]:
     """On which engine the policies ran; where there are several, that differences are the engines' as well."""
     used = [profile.name if (profile := result.engine_profile) else "" for result in results]
-    return engines_told(zip(labels(results), used, strict=True))
+    names = labels(results)
+    if told := engines_differ(zip(names, used, strict=True)):
+        return [told]
+    return [f"All on the engine {used[0] or WITHOUT_ENGINE}."] if len(set(names)) > 1 else []
 
 
-def engines_told(runs: Iterable[tuple[str, str]]) -> list[str]:
-    """The same of (label, name of the engine profile, "" for none) of each run."""
+def engines_differ(runs: Iterable[tuple[str, str]]) -> str | None:
+    """What is to be said first of runs, (label, engine profile's name, "" for none), on several engines; else None."""
     used: dict[str, dict[str, None]] = {}
     for label, engine in runs:
-        used.setdefault(engine or "prices without an engine", {})[label] = None
-    if len(used) > 1:
-        each = "; ".join(f"{' and '.join(own)} on {name}" for name, own in used.items())
-        return [f"{DIFFER} ({each}), so differences are theirs as well as the policies'."]
-    return [f"All on the engine {name}." for name, own in used.items() if len(own) > 1]
+        used.setdefault(engine or WITHOUT_ENGINE, {})[label] = None
+    if len(used) < 2:
+        return None
+    each = "; ".join(f"{' and '.join(own)} on {name}" for name, own in used.items())
+    return f"The engines differ ({each}), so differences are theirs as well as the policies'."
 
 
 def bound_sentences(bounds: Bounds | None) -> list[str]:

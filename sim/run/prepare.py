@@ -139,11 +139,9 @@ def _with_told(scenario: Scenario, policy: Policy) -> Scenario:
     """The scenario with what the policy's options say of it; UserError where a flag says something else."""
     told = policy.told(scenario.block_size)
     for name, value in told.items():
-        flag = getattr(scenario, name)
-        if flag is not None and flag != value:
-            raise UserError(
-                f"--{name.replace('_', '-')}: {flag} where options of {policy.name} say {value}; leave one of them out"
-            )
+        given = getattr(scenario, name)
+        if given is not None and given != value:
+            raise UserError(f"{flag(name)}: {given} where options of {policy.name} say {value}; leave one of them out")
     return replace(scenario, **told) if told else scenario
 
 

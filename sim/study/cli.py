@@ -313,9 +313,9 @@ def _told(where: str, folder: Path, places: "list[Place]") -> Iterator[str]:
     """What a sweep says when it ends."""
     errors = [place.outcome.error for place in places]
     failed = [error for error in errors if error is not None]
-    from sim.study.sweep import engines_differ  # noqa: PLC0415
+    from sim.study.sweep import engines_of_runs_differ  # noqa: PLC0415
 
-    if told := engines_differ(place.outcome.result for place in places):
+    if told := engines_of_runs_differ(place.outcome.result for place in places):
         yield f"{where}: {told}"
     yield f"{where}: {len(errors)} runs, {len(failed)} of them failed; tables and figures are in {folder}"
     kinds = list(dict.fromkeys(failed))

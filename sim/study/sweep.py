@@ -12,7 +12,7 @@ from msgspec import Struct
 from sim.errors import UserError
 from sim.files import make_folder, write_atomically
 from sim.options.scenario import READING
-from sim.results.comparison_sentences import DIFFER, engines_told
+from sim.results.comparison_sentences import engines_differ
 from sim.run.prepare import Setup
 from sim.study.axes import Study, Value, options_at
 from sim.study.backends import Backend, outcomes
@@ -85,11 +85,10 @@ def told_where(folder: Path, remedy: str) -> Iterator[None]:
         raise UserError(f"--out: cannot write into {folder} ({error.strerror or error}); {remedy}") from error
 
 
-def engines_differ(results: Iterable[Mapping[str, Any] | None]) -> str | None:
-    """What is to be said first of runs on engines that differ; None where there is one."""
+def engines_of_runs_differ(results: Iterable[Mapping[str, Any] | None]) -> str | None:
+    """What is to be said first of a study's runs on several engines; None where there is one."""
     ran = (result for result in results if result is not None)
-    told = engines_told((result["policy"], result.get("engine_profile", {}).get("name", "")) for result in ran)
-    return next((text for text in told if text.startswith(DIFFER)), None)
+    return engines_differ((result["policy"], result.get("engine_profile", {}).get("name", "")) for result in ran)
 
 
 def run_study(study: Study, folder: Path, means: Means, begin: Callable[[int], Told] | None = None) -> list[Place]:

@@ -20,7 +20,7 @@ from sim.files import write_atomically
 from sim.results.figures.style import FAINT, dress, new_figure, plain_text, policy_colour, save_figure, set_title
 from sim.study.limits import BINDS, MORE, Gain
 from sim.study.search import MOST_ENGINES, Ran
-from sim.study.sweep import engines_differ, told_where
+from sim.study.sweep import engines_of_runs_differ, told_where
 from sim.study.tables import Frame
 from sim.study.tune import Candidate, Tuned
 
@@ -92,7 +92,9 @@ def lines(tuned: Tuned) -> Iterator[str]:
     """The answer, what binds it, what more would buy, and how sure it is."""
     wanted = " and ".join(map(str, tuned.slos))
     best = tuned.best
-    if told := engines_differ(candidate.ran.result for candidate in tuned.candidates if candidate.ran is not None):
+    if told := engines_of_runs_differ(
+        candidate.ran.result for candidate in tuned.candidates if candidate.ran is not None
+    ):
         yield told
     if best is None or best.ran is None or best.ran.result is None:
         most = {"load": "whatever the load", "goodput": "at this traffic"}.get(

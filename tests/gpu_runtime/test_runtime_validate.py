@@ -373,8 +373,12 @@ def test_a_simulation_that_ends_early_ends_the_command(tmp_path, capsys, monkeyp
     assert not (out / "layerkv" / "live-1").exists()
 
 
-@pytest.mark.parametrize(("command", "place"), [("live", ""), ("validate", "layerkv/live-1")])
-def test_sigterm_leaves_what_is_finished(tmp_path, command, place):
+@pytest.mark.parametrize(
+    # Results are written beside those of before.
+    ("command", "place", "begins"),
+    [("live", "", ".kvtwin.lock"), ("validate", "layerkv/live-1", f"{NEW}/layerkv/live-1")],
+)
+def test_sigterm_leaves_what_is_finished(tmp_path, command, place, begins):
     config, out = tmp_path / "config.json", tmp_path / "out"
     config.write_text(json.dumps(CONFIG))
     words = ["--device", "cpu", "--model", str(config), "--gpu", "cpu", "--workload", "fixed", "--input-len", "12"]
@@ -384,9 +388,7 @@ def test_sigterm_leaves_what_is_finished(tmp_path, command, place):
         [sys.executable, "-m", "kvtwin", command, *words, "--out", str(out)], stderr=subprocess.PIPE, text=True
     )
     try:
-        # Results are written beside those of before.
-        begun = [out / place / ".kvtwin.lock", out / NEW / place]
-        while not any(path.exists() for path in begun[: 2 if place else 1]) and process.poll() is None:
+        while not (out / begins).exists() and process.poll() is None:
             time.sleep(0.05)
         time.sleep(5)  # Some complete; all take 100 seconds.
         process.send_signal(signal.SIGTERM)

@@ -1,11 +1,12 @@
 """Replays a workload of the SGLang oracle on our `sglang` and compares with SGLang's answer."""
 
 import gzip
-import hashlib
 import json
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from v1_replay import beyond_the_clear
 
 from kvtwin.testing import engines
 from sim.engine.decisions import DecisionLog
@@ -159,14 +160,7 @@ def first_difference(found: Replay, answer: dict) -> str:
         if step >= len(found.lines) or found.lines[step] != line:
             ours = found.lines[step] if step < len(found.lines) else "nothing"
             return f"step {step} at {start_s}: {ours} where SGLang has {line} (hits {hits}, {free} free)"
-    digest, step = hashlib.sha256(), 0
-    for checkpoint in answer["checkpoints"]:
-        for line in found.lines[step : step + 100]:
-            digest.update(f"{step} {line}\n".encode())
-            step += 1
-        if digest.hexdigest()[:12] != checkpoint:
-            return f"between steps {step - 100} and {step}"
-    return "at the end, or nowhere"
+    return beyond_the_clear(found.lines, answer["checkpoints"])
 
 
 def read(path: Path) -> dict:

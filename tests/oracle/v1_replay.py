@@ -197,9 +197,14 @@ def first_difference(found: Replay, answer: dict) -> str:
             line += " preempt " + " ".join(map(str, preempted))
         if found.lines[step] != line:
             return f"step {step}: {found.lines[step]} where vLLM has {line} (hits {hits}, {free} free)"
+    return beyond_the_clear(found.lines, answer["checkpoints"])
+
+
+def beyond_the_clear(lines: list[str], checkpoints: list[str]) -> str:
+    """Between which of the digests, one after each 100 lines, these lines differ."""
     digest, step = hashlib.sha256(), 0
-    for checkpoint in answer["checkpoints"]:
-        for line in found.lines[step : step + 100]:
+    for checkpoint in checkpoints:
+        for line in lines[step : step + 100]:
             digest.update(f"{step} {line}\n".encode())
             step += 1
         if digest.hexdigest()[:12] != checkpoint:

@@ -30,7 +30,7 @@ from sim.results.result import assemble
 from sim.run.prepare import prepare
 from sim.specs.hardware import load_hardware
 from sim.specs.models import load_model
-from sim.study.sweep import engines_differ
+from sim.study.sweep import engines_of_runs_differ
 from sim.systems.vllm055 import VllmRecompute
 from sim.systems.vllm_v1 import VllmV1
 from traces.request import Request
@@ -267,8 +267,8 @@ def test_a_comparison_on_several_engines_says_so_first():
     differ = "The engines differ (vllm-recompute on vllm-0.5; vllm-v1 on vllm-v1-async)"
     assert all_sentences([old, new], None)[0].startswith(differ)
     dumped = [json.loads(msgspec.json.encode(result)) for result in (old, new)]
-    assert engines_differ([None, *dumped]).startswith(differ)
-    assert engines_differ(dumped[:1] * 2) is None
+    assert engines_of_runs_differ([None, *dumped]).startswith(differ)
+    assert engines_of_runs_differ(dumped[:1] * 2) is None
     one = [assemble(finished(name)) for name in ("vllm-recompute", "vllm-v1")]
     assert all_sentences(one, None)[0] == "All on the engine vllm-v1-async."
 

@@ -7,6 +7,7 @@ from sim.parts.options import option
 
 Kept = Literal["preserve", "discard", "swap"]
 """What becomes of a sequence's KV while a tool works: it stays on the GPU, goes, or goes to the host."""
+KEEPS_PLACE = "a request whose KV was discarded comes before those that wait, not behind them, when the tool answers"
 
 
 @dataclass(frozen=True)
@@ -16,6 +17,4 @@ class ToolCallOptions:
     tool_kv: Literal["preserve", "discard", "swap"] = option(
         "discard", "KV of a request that calls a tool: preserve (GPU), discard, or swap (host)"
     )
-    keeps_place: bool = option(
-        False, "a request whose KV was discarded comes before those that wait, not behind them, when the tool answers"
-    )
+    keeps_place: bool = option(False, KEEPS_PLACE)

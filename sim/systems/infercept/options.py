@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from sim.parts.options import option
+from sim.parts.stage.tool_call_options import KEEPS_PLACE
 
 
 @dataclass(frozen=True)
@@ -17,6 +18,4 @@ class InferCeptOptions:
         True,
         "how long a tool takes is known when it is called; else KV stays until that has wasted as much as another way",
     )
-    keeps_place: bool = option(
-        True, "a request whose KV was discarded comes before those that wait, not behind them, when the tool answers"
-    )
+    keeps_place: bool = option(True, KEEPS_PLACE)

@@ -6,7 +6,7 @@ Lengths are pages. A node's pages are on the GPU, on the host, or on both; those
 Source: sglang 0.5.23, `mem_cache/unified_cache/` (the tree), `unified_radix_cache.py` (what is written and loaded).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from heapq import heapify, heappop, heappush
 from typing import Literal, NamedTuple
 
@@ -258,21 +258,29 @@ class PrefixTree:
 
     def evict(self, pages: int) -> int:
         """Give up whole leaves on the GPU until so many pages are free; how many are."""
-        freed, rank, leaves = 0, self._rank, self._leaves
+        freed = 0
+        for node in self._by_rank(self._leaves) if pages > 0 else ():
+            freed += self._evict_leaf(node)
+            if freed >= pages:
+                break
+        self.num_evicted += freed
+        return freed
+
+    def _by_rank(self, leaves: dict[Node, None]) -> Iterator[Node]:
+        """Leaves in the order in which they go; a parent that has become one when its child has gone among them."""
+        rank = self._rank
         heap: Heap = [(rank(node), number, node) for number, node in enumerate(leaves)]
         heapify(heap)
         number = len(heap)
-        while freed < pages and heap:
+        while heap:
             node = heappop(heap)[2]
             if node not in leaves:
                 continue
-            freed += self._evict_leaf(node)
+            yield node
             parent = node.parent
             if parent is not None and parent in leaves:
                 heappush(heap, (rank(parent), number, parent))
                 number += 1
-        self.num_evicted += freed
-        return freed
 
     def _evict_leaf(self, node: Node) -> int:
         if node.on_host:
@@ -356,22 +364,13 @@ class PrefixTree:
     def _evict_host(self, pages: int) -> int:
         """Free so many pages of the host: written back, of what the GPU has too; then whole leaves."""
         freed = self._give_up_copies(pages) if self.writes_back else 0
-        rank, leaves = self._rank, self._host_leaves
-        heap: Heap = [(rank(node), number, node) for number, node in enumerate(leaves)]
-        heapify(heap)
-        number = len(heap)
-        while freed < pages and heap:
-            node = heappop(heap)[2]
-            if node not in leaves:
-                continue
+        for node in self._by_rank(self._host_leaves) if freed < pages else ():
             freed += len(node.keys)
             self.host_unused += len(node.keys)
             node.on_host = False
             self._remove(node)
-            parent = node.parent
-            if parent is not None and parent in leaves:
-                heappush(heap, (rank(parent), number, parent))
-                number += 1
+            if freed >= pages:
+                break
         return freed
 
     def _give_up_copies(self, pages: int) -> int:
