@@ -15,6 +15,7 @@ from statistics import fmean
 
 from distserve_measured import FITS_MS, Measured, read, row
 
+from sim.cost.engine_profile import OF_POLICY
 from sim.cost.forms import build_cost
 from sim.cost.profile import default_profile
 from sim.options.policies import parse_policy
@@ -60,7 +61,7 @@ def scenario(blocks: int | None, engine: str | None = None) -> Scenario:
         workload="fixed",
         model=MODEL,
         gpu=GPU,
-        engine_profile=engine,
+        engine_profile=engine or OF_POLICY,
         max_model_len=2048,
         max_num_batched_tokens=16_384,
         max_num_seqs=1024,
