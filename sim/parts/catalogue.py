@@ -110,19 +110,23 @@ def named_class(place: str, name: str) -> Any:  # noqa: ANN401 - of whatever kin
     return found
 
 
-SomePart = TypeVar("SomePart", bound="Part")
+Kind = TypeVar("Kind")
 
 
-class Named(Mapping[str, type[SomePart]], Generic[SomePart]):
-    """The parts of one kind: name -> class, imported at first use."""
+class Named(Mapping[str, type[Kind]], Generic[Kind]):
+    """Name -> class, imported at first use.
 
-    def __init__(self, kind: str) -> None:
-        self.kind, self._places = kind, PLACES[kind]
+    Args:
+        places: name -> "module:Class".
+        read: makes known what other distributions bring; asked for a name that is not known.
+    """
 
-    def __getitem__(self, name: str) -> type[SomePart]:
+    def __init__(self, places: dict[str, str], read: Callable[[], None]) -> None:
+        self._places, self._read = places, read
+
+    def __getitem__(self, name: str) -> type[Kind]:
         if name not in self._places:
-            # A system that is installed may name a part that is.
-            read_parts()
+            self._read()
         return named_class(self._places[name], name)
 
     def __iter__(self) -> Iterator[str]:
@@ -133,19 +137,6 @@ class Named(Mapping[str, type[SomePart]], Generic[SomePart]):
 
     def __contains__(self, name: object) -> bool:
         return name in self._places
-
-
-ORDERS: "Named[Order]" = Named("order")
-BATCHINGS: "Named[Batching]" = Named("batching")
-ADMISSIONS: "Named[Admission]" = Named("admission")
-MEMORIES: "Named[Memory]" = Named("memory")
-EVICTIONS: "Named[Eviction]" = Named("eviction")
-STAGES: "Named[Stage]" = Named("stage")
-CATALOGUE = cast(
-    "dict[str, Named[Part]]",
-    {named.kind: named for named in (ORDERS, BATCHINGS, ADMISSIONS, MEMORIES, EVICTIONS, STAGES)},
-)
-"""Kind -> name -> class."""
 
 
 def register_part(kind: str, name: str, place: str) -> None:
@@ -167,6 +158,19 @@ def _register_named(name: str, place: str) -> None:
     if not dot:
         raise UserError(f"a part is named KIND.NAME, the kind one of {', '.join(KINDS)}")
     register_part(kind, part, place)
+
+
+ORDERS: "Named[Order]" = Named(PLACES["order"], read_parts)
+BATCHINGS: "Named[Batching]" = Named(PLACES["batching"], read_parts)
+ADMISSIONS: "Named[Admission]" = Named(PLACES["admission"], read_parts)
+MEMORIES: "Named[Memory]" = Named(PLACES["memory"], read_parts)
+EVICTIONS: "Named[Eviction]" = Named(PLACES["eviction"], read_parts)
+STAGES: "Named[Stage]" = Named(PLACES["stage"], read_parts)
+CATALOGUE = cast(
+    "dict[str, Named[Part]]",
+    dict(zip(PLACES, (ORDERS, BATCHINGS, ADMISSIONS, MEMORIES, EVICTIONS, STAGES), strict=True)),
+)
+"""Kind -> name -> class."""
 
 
 def read_entry_points(group: str, register: Callable[[str, str], None]) -> None:

@@ -7,12 +7,11 @@ read when a name that is not known, or all of them, are asked for:
     vllm-ltr = "ranking:LearningToRank"
 """
 
-from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import TYPE_CHECKING
 
 from sim.errors import UserError
-from sim.parts.catalogue import known_instead, named_class, read_entry_points
+from sim.parts.catalogue import Named, known_instead, read_entry_points
 
 if TYPE_CHECKING:
     from sim.systems.base import Policy
@@ -48,25 +47,6 @@ _PLACES = {
 }
 
 
-class _Policies(Mapping[str, "type[Policy]"]):
-    """Name -> preset, imported at first use."""
-
-    def __getitem__(self, name: str) -> "type[Policy]":
-        return named_class(_PLACES[name], name)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(_PLACES)
-
-    def __len__(self) -> int:
-        return len(_PLACES)
-
-    def __contains__(self, name: object) -> bool:
-        return name in _PLACES
-
-
-POLICIES: Mapping[str, "type[Policy]"] = _Policies()
-
-
 def register(name: str, place: str) -> None:
     """Make a preset known: `place` is "package.module:Class". UserError if the name is taken."""
     if _PLACES.get(name, place) != place:
@@ -78,6 +58,9 @@ def register(name: str, place: str) -> None:
 def read_systems() -> None:
     """Make the presets known that other distributions bring. UserError, with the distribution, where that cannot be."""
     read_entry_points("kvtwin.systems", register)
+
+
+POLICIES: "Named[Policy]" = Named(_PLACES, read_systems)
 
 
 def policy_named(name: str) -> "type[Policy]":

@@ -308,15 +308,18 @@ class SwapToo(VllmRecompute):
 
 def test_options_of_two_policies_with_one_flag_are_refused(monkeypatch):
     places = {"vllm": f"{__name__}:Swap", "vllm-swap": f"{__name__}:SwapToo"}
-    monkeypatch.setattr(systems, "_PLACES", places)
+    for name in [*systems.POLICIES]:
+        monkeypatch.delitem(systems._PLACES, name)
+    for name, place in places.items():
+        monkeypatch.setitem(systems._PLACES, name, place)
     with pytest.raises(UserError, match=r"--vllm-swap-first: an option of vllm and vllm-swap alike"):
         all_policy_options()
     with pytest.raises(UserError, match="vllm and vllm-swap alike"):
         owned_option("vllm_swap_first")
 
 
-def test_a_name_is_registered_once(monkeypatch):
-    monkeypatch.setattr(systems, "_PLACES", dict(systems._PLACES))
+def test_a_name_is_registered_once(request):
+    request.addfinalizer(lambda: systems._PLACES.pop("mine"))
     systems.register("mine", f"{__name__}:Swap")
     assert policy_named("mine") is Swap
     with pytest.raises(UserError, match=r"policy 'layerkv' is .* already"):
