@@ -4,6 +4,7 @@ import csv
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from importlib.util import find_spec
+from io import StringIO
 from pathlib import Path
 
 import numpy as np
@@ -209,10 +210,10 @@ def _series(path: Path) -> tuple[dict[str, Floats], ...]:
         return ()
     try:
         with path.open(encoding="utf-8") as file:
-            names = file.readline().strip().split(",")
-            rows = np.loadtxt(file, delimiter=",", ndmin=2)
-        if not rows.size:
+            names, lines = file.readline().strip().split(","), file.read()
+        if not lines.strip():
             return ()
+        rows = np.loadtxt(StringIO(lines), delimiter=",", ndmin=2)
         columns = dict(zip(names, rows.T, strict=True))
     except ValueError as error:
         raise UserError(f"{path}: not a time series ({error}); run it again") from error
