@@ -159,6 +159,7 @@ COMMANDS = {
     "serve": ("gpu_runtime.serve.cli", "serve a model over HTTP with one policy"),
     "calibrate": ("calib.cli", "measure this machine's kernels and copies, and fit a profile"),
     "profile": ("calib.cli", "list, show, compare, fit and import fitted constants"),
+    "completion": ("kvtwin.completion", "the script by which bash, zsh or fish complete all this"),
 }
 """The module of each, whose function `add_NAME` fills the command's parser, and what it does."""
 
