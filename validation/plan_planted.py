@@ -77,11 +77,12 @@ def optima(out: Path) -> None:
 
 
 def drawn(case: int) -> dict[str, Any]:
-    """A question at random."""
+    """A question at random: traffic for some 1 to 6 GPUs, for two minutes."""
     draw = random.Random(2026 + case)
+    rate = 2.0 * 10.0 ** draw.uniform(0.0, 1.0)
     return BASE | KNOBS | ONE | {
-        "max_gpus": 6, "input_len": draw.randint(100, 1500), "output_len": draw.randint(20, 250),
-        "range_ratio": draw.uniform(0.1, 0.9), "request_rate": draw.uniform(2.0, 8.0),
+        "max_gpus": 10, "input_len": draw.randint(100, 1500), "output_len": draw.randint(20, 250),
+        "range_ratio": draw.uniform(0.1, 0.9), "request_rate": rate, "num_prompts": round(120.0 * rate),
         "burstiness": draw.choice([0.5, 1.0, 2.0]), "seed": 100 * case,
     }  # fmt: skip
 

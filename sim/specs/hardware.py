@@ -37,6 +37,7 @@ class HardwareFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     fp8_flops_per_s: Quantity | None = None
     nvfp4_flops_per_s: Quantity | None = None
     l2_bytes: Quantity | None = None
+    board_power_w: Quantity | None = None
 
 
 MOST = 1e24
@@ -72,6 +73,7 @@ class HardwareSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         fp8_flops_per_s, nvfp4_flops_per_s: dense peak in the format with float32 accumulation, FLOP/s; None: it
             multiplies nothing in it.
         l2_bytes: the L2 cache that all of its multiprocessors share; None: not given.
+        board_power_w: most that the board draws, W (TDP, TGP); None: not given.
         sources: field name to "status: source".
     """
 
@@ -88,6 +90,7 @@ class HardwareSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     fp8_flops_per_s: float | None = None
     nvfp4_flops_per_s: float | None = None
     l2_bytes: float | None = None
+    board_power_w: float | None = None
     sources: dict[str, str]
 
     def product_flops_per_s(self, quantization: str) -> float:

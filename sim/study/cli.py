@@ -85,7 +85,9 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-gpus", metavar="N", help="most GPUs there may be (default: 8)")
     parser.add_argument("--slo", nargs="+", metavar="METRIC:BOUND", help="such as p99_ttft_ms:1000 p99_tpot_ms:50")
     parser.add_argument(
-        "--objective", metavar="WHAT", help="gpus: the fewest (default); goodput: the most load on --max-gpus; cost"
+        "--objective",
+        metavar="WHAT",
+        help="gpus: fewest (default); goodput: most load on --max-gpus; cost; energy",
     )
     parser.add_argument("--gpu-hour-usd", nargs="+", metavar="USD", help="for cost: of a GPU, as 2.5 or h100=2.5 l20=1")
     parser.add_argument(

@@ -1,8 +1,9 @@
 """`plan`: which deployment, on how many GPUs, for this traffic under these SLOs; and what the answer hangs on.
 
 Objectives: `gpus`, the fewest for the traffic; `goodput`, the most traffic within the SLOs on at most so many;
-`cost`, the cheapest an hour. Layouts and knobs are searched jointly (`sim.study.race`), and the last few are tried on
-several draws of the traffic in full (`sim.study.draws`): answers are intervals over these.
+`cost`, the cheapest an hour; `energy`, the least power of boards. Layouts and knobs are searched jointly
+(`sim.study.race`), and the last few are tried on several draws of the traffic in full (`sim.study.draws`): answers are
+intervals over these.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,6 +16,7 @@ from msgspec import Struct
 from sim.errors import UserError
 from sim.options.scenario import OF_LAYOUTS, Scenario
 from sim.options.values import convert, flag
+from sim.specs.hardware import load_hardware
 from sim.study.deployments import Deployment, Layouts, Space
 from sim.study.draws import OF_TRAFFIC, OF_WORKLOADS, Draws, draws
 from sim.study.limits import SPEED_ERRORS, Gain, bound_by, changes, faster, gains_of
@@ -24,7 +26,7 @@ from sim.study.search import DEFAULT_SLO, PRECISION, Ran, Reached, Slo, answers,
 from sim.study.sweep import Means, Store
 from sim.systems import DEFAULT_POLICY
 
-Objective = Literal["gpus", "goodput", "cost"]
+Objective = Literal["gpus", "goodput", "cost", "energy"]
 OBJECTIVES: tuple[Objective, ...] = get_args(Objective)
 LINK_GBPS = 400.0
 """Of an engine in a pool where none is given: one port of today's InfiniBand (NDR)."""
@@ -43,6 +45,7 @@ class Asked(Struct, frozen=True):
         fixed: options by field of all deployments and of the traffic.
         gpus: kinds, one of which is taken.
         usd_per_hour: of a GPU, by kind; for the objective `cost`.
+        board_w: most power that a GPU's board draws, by kind; for the objective `energy`.
         seeds: draws of the traffic.
     """
 
@@ -52,10 +55,17 @@ class Asked(Struct, frozen=True):
     slos: tuple[Slo, ...]
     objective: Objective = "gpus"
     usd_per_hour: dict[str, float] = {}
+    board_w: dict[str, float] = {}
     policies: tuple[str, ...] = (DEFAULT_POLICY,)
     layouts: Layouts = "both"
     link_gbps: float = LINK_GBPS
     seeds: int = 5
+
+    def price(self, gpu: str) -> float:
+        """What one GPU of a kind counts in the objective; 0 where their number is given."""
+        if self.objective == "goodput":
+            return 0.0
+        return {"cost": self.usd_per_hour, "energy": self.board_w}.get(self.objective, {}).get(gpu, 1.0)
 
 
 OWN = ("gpu", "policy", "max_gpus", "slo", "objective", "gpu_hour_usd", "layouts", "seeds")
@@ -76,8 +86,6 @@ def read_plan(given: Mapping[str, Any]) -> Asked:
         name: value for name, value in given.items() if name not in OWN
     }
     objective = given.get("objective", "gpus")
-    if objective == "energy":
-        raise UserError("--objective energy: specs of GPUs have no power yet; ask for gpus, goodput or cost")
     if objective not in OBJECTIVES:
         raise UserError(f"--objective: {objective!r} is not one of {', '.join(OBJECTIVES)}")
     gpus = tuple(dict.fromkeys(given.get("gpu", (Scenario.gpu,))))
@@ -91,6 +99,11 @@ def read_plan(given: Mapping[str, Any]) -> Asked:
         raise UserError(
             f"--objective cost: needs prices; give --gpu-hour-usd {' '.join(f'{gpu}=2.50' for gpu in gpus)}"
         )
+    power = {gpu: load_hardware(gpu).board_power_w for gpu in gpus} if objective == "energy" else {}
+    if missing := [gpu for gpu, watts in power.items() if watts is None]:
+        raise UserError(
+            f"--objective energy: the specification of {missing[0]} has no board_power_w; give it in its file"
+        )
     counts = {}
     for name, usual, most in (("max_gpus", SERVER_GPUS, 64), ("seeds", 5, 100)):
         counts[name] = convert(flag(name), given.get(name, usual), int)
@@ -99,7 +112,10 @@ def read_plan(given: Mapping[str, Any]) -> Asked:
     layouts = convert("--layouts", given.get("layouts", "both"), Layouts)
     policies = tuple(given.get("policy", ())) or (DEFAULT_POLICY,)
     link = fixed.pop("link_gbps", LINK_GBPS)
-    return Asked(fixed, gpus, counts["max_gpus"], slos, objective, prices, policies, layouts, link, counts["seeds"])
+    board_w = {gpu: watts for gpu, watts in power.items() if watts is not None}
+    return Asked(
+        fixed, gpus, counts["max_gpus"], slos, objective, prices, board_w, policies, layouts, link, counts["seeds"]
+    )
 
 
 def _prices(words: Sequence[str], gpus: Sequence[str]) -> dict[str, float]:
@@ -271,8 +287,7 @@ class _Planner:
 
     def _rank(self, size: Size) -> tuple[float, float]:
         """By the objective, then by the load; less is better."""
-        price = {"gpus": 1.0, "goodput": 0.0}.get(self.asked.objective) or self.asked.usd_per_hour.get(size.gpu, 0.0)
-        return price * size.num_gpus, -size.load
+        return self.asked.price(size.gpu) * size.num_gpus, -size.load
 
     # -- sizes ------------------------------------------------------------------------------------------------------
 

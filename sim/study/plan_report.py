@@ -22,6 +22,8 @@ PAGE, ANSWER, MANIFEST = "plan.md", "plan.json", "kubernetes.yaml"
 ANSWER_RUN = "answer"
 """Folder of the answer's own run."""
 MOST_NAMED = 4
+COSTS = {"usd_per_hour": "USD an hour", "boards_kw": "kW of boards"}
+"""What a front may count in place of GPUs, and its heads."""
 
 
 def lines(planned: Planned) -> Iterator[str]:
@@ -73,6 +75,10 @@ def _amount(planned: Planned, answer: Size) -> str:
     if asked.objective == "cost":
         price = asked.usd_per_hour[answer.gpu]
         return f"{price * answer.num_gpus:.2f} USD an hour, {gpus} ({ends})"
+    if asked.objective == "energy":
+        kilowatts = asked.board_w[answer.gpu] * answer.num_gpus / 1e3
+        each = kilowatts / planned.draws.rate_per_s / 3.6
+        return f"{kilowatts:.2f} kW of boards, at most {each:.3g} kWh a thousand requests, {gpus} ({ends})"
     return f"{gpus} ({ends})"
 
 
@@ -165,8 +171,11 @@ def answer_options(planned: Planned) -> dict[str, Any]:
 
 
 def front(planned: Planned) -> list[dict[str, Any]]:
-    """A row for each size that was looked at: GPUs, deployment, load; `pareto` where no fewer GPUs carry as much."""
-    rate, prices = planned.draws.rate_per_s, planned.asked.usd_per_hour
+    """A row for each size that was looked at: GPUs, deployment, load; `pareto` where no fewer GPUs carry as much.
+
+    Where GPUs have prices, or boards their power, by these.
+    """
+    rate, asked = planned.draws.rate_per_s, planned.asked
     rows: list[dict[str, Any]] = []
     for size in planned.sizes:
         if not size.load > 0:
@@ -178,10 +187,12 @@ def front(planned: Planned) -> list[dict[str, Any]]:
             "low": low, "high": high, "tried_on_every_draw": best is not None,
             "deployment": (best or size.raced[0]).deployment.name,
         }  # fmt: skip
-        if size.gpu in prices:
-            row["usd_per_hour"] = prices[size.gpu] * size.num_gpus
+        if size.gpu in asked.usd_per_hour:
+            row["usd_per_hour"] = asked.usd_per_hour[size.gpu] * size.num_gpus
+        if size.gpu in asked.board_w:
+            row["boards_kw"] = asked.board_w[size.gpu] * size.num_gpus / 1e3
         rows.append(row)
-    cost = "usd_per_hour" if prices else "num_gpus"
+    cost = next((name for name in COSTS if rows and name in rows[0]), "num_gpus")
     for row in rows:
         row["pareto"] = not any(
             other[cost] <= row[cost] and other["load"] >= row["load"] and other is not row for other in rows
@@ -194,25 +205,15 @@ def front_lines(planned: Planned) -> Iterator[str]:
     rows = front(planned)
     if not rows:
         return
-    priced = "usd_per_hour" in rows[0]
-    heads = [
-        "GPUs",
-        *["USD an hour"] * priced,
-        "requests/s",
-        "times the traffic",
-        "of like traffic (95 %)",
-        "deployment",
-    ]
-    yield f"| {' | '.join(heads)} |"
-    yield "|--:|" + ("--:|" if priced else "") + "--:|--:|--:|---|"
+    costs = [name for name in COSTS if name in rows[0]]
+    numbers = [*(COSTS[name] for name in costs), "requests/s", "times the traffic", "of like traffic (95 %)"]
+    yield f"| GPUs | {' | '.join(numbers)} | deployment |"
+    yield f"|{'--:|' * (1 + len(numbers))}---|"
     for row in rows:
         interval = f"{row['low']:.2f} to {row['high']:.2f}" if row["low"] is not None else "raced only"
-        price = f"{row['usd_per_hour']:.2f} | " if priced else ""
-        beaten = "" if row["pareto"] else " (beaten)"
-        yield (
-            f"| {row['num_gpus']} {row['gpu']} | {price}{row['requests_per_s']:.3g} | {row['load']:.2f} | {interval} | "
-            f"{row['deployment']}{beaten} |"
-        )
+        cells = [f"{row['num_gpus']} {row['gpu']}", *(f"{row[name]:.2f}" for name in costs)]
+        cells += [f"{row['requests_per_s']:.3g}", f"{row['load']:.2f}", interval]
+        yield f"| {' | '.join(cells)} | {row['deployment']}{'' if row['pareto'] else ' (beaten)'} |"
 
 
 def commands(planned: Planned, folder: Path) -> Iterator[str]:

@@ -14,7 +14,7 @@ def test_every_value_has_a_source_that_says_how_it_is_known(name):
     hardware = load_hardware(name)
     assert hardware.name == name
     may_lack = hardware.compute_capability, hardware.fp8_flops_per_s, hardware.nvfp4_flops_per_s
-    given = sum(value is not None for value in (*may_lack, hardware.l2_bytes))
+    given = sum(value is not None for value in (*may_lack, hardware.l2_bytes, hardware.board_power_w))
     assert len(hardware.sources) == 7 + given
     assert (hardware.fp8_flops_per_s is not None) == ((hardware.compute_capability or 0) >= 8.9)
     assert (hardware.nvfp4_flops_per_s is not None) == ((hardware.compute_capability or 0) >= 10)

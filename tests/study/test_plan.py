@@ -123,16 +123,25 @@ def test_draws_that_differ_make_an_interval_of_gpus(monkeypatch, tmp_path):
     assert found.fewest == 2 and found.most is not None and found.most >= 3
 
 
-def test_the_cheapest_kind_is_taken_and_not_the_fewest(monkeypatch, tmp_path):
-    """An H100 sustains as much as three L20s, and costs as much as four."""
+@pytest.mark.parametrize(
+    ("objective", "told"),
+    [
+        ({"objective": "cost", "gpu_hour_usd": ["h100=4", "l20=1"]}, "5.00 USD an hour, 5 l20 (5)"),
+        # Boards of 700 and 275 W; 1.375 kW at 1.82 requests/s.
+        ({"objective": "energy"}, "1.38 kW of boards, at most 0.21 kWh a thousand requests, 5 l20 (5)"),
+    ],
+)
+def test_the_cheapest_kind_is_taken_and_not_the_fewest(objective, told, monkeypatch, tmp_path):
+    """An H100 sustains as much as three L20s, costs as much as four, and draws more than two and a half."""
     planted(monkeypatch, lambda options: engines(options) * (0.7 if options["gpu"] == "h100" else 0.7 / 3))
     narrow = {"layouts": "engines", "tp": 1, "max_num_seqs": 256, "kv_cache_dtype": "auto"}
     asked = {**ASKED, **narrow, "gpu": ["h100", "l20"], "max_gpus": 8}
     fewest = plan(read_plan(asked), tmp_path, Means())
-    cheapest = plan(read_plan({**asked, "objective": "cost", "gpu_hour_usd": ["h100=4", "l20=1"]}), tmp_path, Means())
+    cheapest = plan(read_plan({**asked, **objective}), tmp_path, Means())
     assert fewest.answer is not None and (fewest.answer.gpu, fewest.answer.num_gpus) == ("h100", 2)
     assert cheapest.answer is not None and (cheapest.answer.gpu, cheapest.answer.num_gpus) == ("l20", 5)
-    assert next(lines(cheapest)).startswith("5.00 USD an hour, 5 l20 (5)")
+    assert next(lines(cheapest)).startswith(told)
+    assert all(row["pareto"] for row in front(cheapest) if row["gpu"] == "l20")
 
 
 def test_what_nothing_sustains_is_told_with_the_most_there_is(monkeypatch, tmp_path):
@@ -206,8 +215,8 @@ def test_what_cannot_be_laid_out_is_told_by_its_reason():
         ({"slo": None}, "--slo: is missing"),
         ({"slo": ["p99_ttft_ms:1", "p99_ttft_ms:2"]}, "bound one metric"),
         ({"slo": ["goodput_attainment:0.9"]}, "counts requests within goodput"),
-        ({"objective": "energy"}, "no power yet"),
-        ({"objective": "speed"}, "is not one of gpus, goodput, cost"),
+        ({"objective": "energy", "gpu": ["cpu"]}, "cpu has no board_power_w"),
+        ({"objective": "speed"}, "is not one of gpus, goodput, cost, energy"),
         ({"objective": "cost"}, "--gpu-hour-usd h100=2.50"),
         ({"gpu_hour_usd": ["l20=1"]}, "is no price above 0 of h100"),
         ({"max_gpus": 0}, "--max-gpus: 0 is not between 1 and 64"),
