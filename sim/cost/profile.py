@@ -420,6 +420,19 @@ def _check_constants(profile: Profile, path: Path) -> None:
             _check_number(constant.stderr, f"{where}.stderr", zero=True)
         if not constant.source:
             raise UserError(f"{where}.source is empty: say where the value comes from")
+    _check_longest(profile, path)
+
+
+def _check_longest(profile: Profile, path: Path) -> None:
+    """How long a block walks the longest context says nothing without the kernel's tiles, and how many go at once."""
+    name = "longest_kv_bytes_per_s"
+    needed = [own for own in ("attention_tile_tokens", "attention_slots") if name in profile.constants]
+    missing = [own for own in needed if not profile.value(own)]
+    if missing:
+        raise UserError(
+            f"{path}: field constants.{name} = {profile.value(name):g} B/s counts only where one kernel does prompts "
+            f"and decodes: give {' and '.join(missing)} as well, or remove it"
+        )
 
 
 def _may_lack(profile: Profile, name: str) -> bool:

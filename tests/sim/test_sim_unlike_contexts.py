@@ -7,13 +7,14 @@ from msgspec import structs
 
 from kvtwin.testing import limits
 from kvtwin.testing.engines import roofline_machine
-from sim.cost.profile import load_profile
+from sim.cost.profile import load_profile, read_profile
 from sim.cost.roofline import RooflineCost
 from sim.engine.batch import DecodeBatch
 from sim.engine.itl import GapCollector
 from sim.engine.plan import IterationPlan, Origin, PrefillChunk
 from sim.engine.ranked_batch import RankedBatch
 from sim.engine.sequence import Sequence
+from sim.errors import UserError
 from sim.specs.hardware import load_hardware
 from sim.specs.models import load_model
 from sim.systems import POLICIES
@@ -87,3 +88,12 @@ def test_contexts_are_followed_where_the_price_asks(cost, batch):
     machine = replace(roofline_machine("rtx-4090", 1.0), cost=cost)
     scheduler = POLICIES["vllm-v1"]().scheduler(limits(gpu=60), GapCollector(), machine.deployment)
     assert type(scheduler.batch) is batch
+
+
+@pytest.mark.parametrize("missing", ["attention_tile_tokens", "attention_slots"])
+def test_a_longest_context_without_its_kernel_is_refused(tmp_path, missing):
+    """It was read and never counted."""
+    path = tmp_path / "p.json"
+    path.write_bytes(PROFILE.without({missing}).to_json())
+    with pytest.raises(UserError, match=rf"p\.json: field constants\.longest_kv_bytes_per_s .*: give {missing} as"):
+        read_profile(path)
