@@ -49,9 +49,9 @@ class CopyBuffers:
         slots = self._size // piece
         rounds = max(1, min(slots, PIECES) // count)
         rng = np.random.default_rng(self._seed + point.num_bytes)
-        sources, targets = (rng.permutation(slots)[: rounds * count].tolist() for _ in range(2))
+        sources, targets = (rng.permutation(slots)[: rounds * count] for _ in range(2))
         if point.memory == "pinned-row":
-            row = list(range(rounds * count))
+            row = np.arange(rounds * count)
             sources, targets = (sources, row) if point.op == "d2h" else (row, targets)
         blocks = [buffer[: slots * piece].view(slots, piece) for buffer in (device, host)]
         direction = Direction(point.op)

@@ -1,12 +1,12 @@
 """`CopyEngine`: blocks between GPU and host beside the computation, one lane per direction."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from gpu_runtime.kv import batched_copies
-from gpu_runtime.kv.batched_copies import Piece
 from gpu_runtime.kv.copy_spans import CopySpans
 from gpu_runtime.kv.copy_worker import CopyFailed, CopyHandle, CopyWorker, InlineWorker
 from gpu_runtime.kv.pool import KVPool
@@ -73,7 +73,7 @@ class CopyEngine:
             ValueError: blocks of different shape or dtype, ids that do not fit.
         """
         _check(src_pool, src_ids, dst_pool, dst_ids)
-        src, dst = list(src_ids), list(dst_ids)
+        src, dst = _array(src_ids), _array(dst_ids)
         return self._submit(direction, lambda _: copy_now(src_pool.raw, src, dst_pool.raw, dst, direction))
 
     def copy_layer(
@@ -87,7 +87,7 @@ class CopyEngine:
     ) -> CopyHandle:
         """The same of one layer of each block, from 0 to layer_group."""
         _check(src_pool, src_ids, dst_pool, dst_ids)
-        src, dst = ([block * src_pool.layer_group + layer for block in ids] for ids in (src_ids, dst_ids))
+        src, dst = (_array(ids) * src_pool.layer_group + layer for ids in (src_ids, dst_ids))
         return self._submit(
             direction, lambda _: copy_now(src_pool.raw_layers, src, dst_pool.raw_layers, dst, direction)
         )
@@ -96,11 +96,11 @@ class CopyEngine:
         self, src: Tensor, src_rows: Sequence[int], dst: Tensor, dst_rows: Sequence[int], direction: Direction
     ) -> CopyHandle:
         """Copy row `src_rows[i]` of a tensor to row `dst_rows[i]` of another. Both are kept until the copy is over."""
-        here, there = list(src_rows), list(dst_rows)
+        here, there = _array(src_rows), _array(dst_rows)
 
         def job(stream: torch.cuda.Stream | None) -> None:
             if stream is None:
-                dst[torch.tensor(there, dtype=torch.int64)] = src[torch.tensor(here, dtype=torch.int64)]
+                dst[torch.from_numpy(there)] = src[torch.from_numpy(here)]
                 return
             copy_now(src, here, dst, there, direction)
             for tensor in (src, dst):
@@ -123,10 +123,14 @@ class CopyEngine:
         return handle
 
 
-def copy_now(src: Tensor, src_ids: list[int], dst: Tensor, dst_ids: list[int], direction: Direction) -> None:
+def _array(ids: Sequence[int]) -> np.ndarray:
+    return np.asarray(ids, dtype=np.int64)
+
+
+def copy_now(src: Tensor, src_ids: np.ndarray, dst: Tensor, dst_ids: np.ndarray, direction: Direction) -> None:
     """Queue (on a CPU: make) copies of blocks, neighbours together; scattered ones on the GPU go through a buffer."""
     host_ids = dst_ids if direction is Direction.D2H else src_ids
-    num_runs, num_host_runs = num_contiguous_runs(src_ids, dst_ids), num_contiguous_runs(host_ids, host_ids)
+    num_runs, num_host_runs = len(contiguous_runs(src_ids, dst_ids)), len(contiguous_runs(host_ids, host_ids))
     num_bytes = len(src_ids) * src[0].numel() * src.element_size()
     if (src.is_cuda or dst.is_cuda) and prefers_staging(num_runs, num_host_runs, num_bytes):
         _copy_staged(src, src_ids, dst, dst_ids, direction)
@@ -139,30 +143,27 @@ def prefers_staging(num_runs: int, num_host_runs: int, num_bytes: int) -> bool:
     return num_bytes < num_runs * STAGING_RUN_BYTES and 2 * num_host_runs <= num_runs
 
 
-def contiguous_runs(src_ids: Sequence[int], dst_ids: Sequence[int]) -> Iterator[Piece]:
-    """(first source, first destination, count) of stretches in which both ids go up by one."""
-    start = 0
-    for i in range(1, len(src_ids) + 1):
-        if i == len(src_ids) or src_ids[i] != src_ids[i - 1] + 1 or dst_ids[i] != dst_ids[i - 1] + 1:
-            yield src_ids[start], dst_ids[start], i - start
-            start = i
+def contiguous_runs(src_ids: np.ndarray, dst_ids: np.ndarray) -> np.ndarray:
+    """Stretches in which both ids go up by one: [runs, 3], the first source, the first destination, how many."""
+    ends = np.flatnonzero((np.diff(src_ids) != 1) | (np.diff(dst_ids) != 1)) + 1
+    starts = np.concatenate(([0], ends)) if len(src_ids) else ends
+    return np.stack((src_ids[starts], dst_ids[starts], np.diff(starts, append=len(src_ids))), axis=1)
 
 
-def num_contiguous_runs(src_ids: Sequence[int], dst_ids: Sequence[int]) -> int:
-    """How many there are."""
-    return sum(1 for _ in contiguous_runs(src_ids, dst_ids))
+def pieces(src_ids: np.ndarray, dst_ids: np.ndarray, most: int) -> np.ndarray:
+    """Contiguous runs, cut into such of at most so many blocks; [pieces, 3] as `contiguous_runs`."""
+    runs = contiguous_runs(src_ids, dst_ids)
+    counts = runs[:, 2]
+    cuts = -(-counts // most)
+    # Which piece of its run each is.
+    number = np.arange(cuts.sum()) - np.repeat(np.cumsum(cuts) - cuts, cuts)
+    found = np.repeat(runs, cuts, axis=0)
+    found[:, :2] += (number * most)[:, None]
+    found[:, 2] = np.minimum(most, found[:, 2] - number * most)
+    return found
 
 
-def pieces(src_ids: Sequence[int], dst_ids: Sequence[int], most: int) -> list[Piece]:
-    """Contiguous runs, cut into such of at most so many blocks."""
-    return [
-        (start + done, to + done, min(most, count - done))
-        for start, to, count in contiguous_runs(src_ids, dst_ids)
-        for done in range(0, count, most)
-    ]
-
-
-def _copy_runs(src: Tensor, src_ids: Sequence[int], dst: Tensor, dst_ids: Sequence[int]) -> None:
+def _copy_runs(src: Tensor, src_ids: np.ndarray, dst: Tensor, dst_ids: np.ndarray) -> None:
     """Queue copies of blocks as they lie."""
     found = pieces(src_ids, dst_ids, max(1, PIECE_BYTES // (src[0].numel() * src.element_size())))
     host = dst if src.is_cuda else src
@@ -170,11 +171,11 @@ def _copy_runs(src: Tensor, src_ids: Sequence[int], dst: Tensor, dst_ids: Sequen
     batches = (src.is_cuda or dst.is_cuda) and len(found) >= BATCHED_COPIES and host.is_pinned()
     if batches and batched_copies.copy_pieces(src, dst, found):
         return
-    for start, to, count in found:
+    for start, to, count in found.tolist():
         dst[to : to + count].copy_(src[start : start + count], non_blocking=True)
 
 
-def _copy_staged(src: Tensor, src_ids: list[int], dst: Tensor, dst_ids: list[int], direction: Direction) -> None:
+def _copy_staged(src: Tensor, src_ids: np.ndarray, dst: Tensor, dst_ids: np.ndarray, direction: Direction) -> None:
     """The GPU's side goes through a contiguous buffer, so that only the host's side decides the number of copies."""
     per_buffer = max(1, STAGING_BYTES // (src[0].numel() * src.element_size()))
     on_gpu = src if direction is Direction.D2H else dst
@@ -182,7 +183,7 @@ def _copy_staged(src: Tensor, src_ids: list[int], dst: Tensor, dst_ids: list[int
     for first in range(0, len(src_ids), per_buffer):
         from_ids, to_ids = src_ids[first : first + per_buffer], dst_ids[first : first + per_buffer]
         used = staging[: len(from_ids)]
-        places = range(len(from_ids))
+        places = np.arange(len(from_ids))
         if direction is Direction.D2H:
             torch.index_select(src, 0, to_device(from_ids, src.device), out=used)
             _copy_runs(used, places, dst, to_ids)

@@ -4,6 +4,7 @@
 import sys
 from contextlib import contextmanager
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -211,7 +212,7 @@ def test_the_driver_s_batches_are_for_page_locked_memory(monkeypatch, pinned):
         monkeypatch.setattr(batched_copies, "copy_pieces", lambda *these: batches.append(1) or copied(*these))
         with torch.cuda.stream(torch.cuda.Stream()):
             torch.cuda.current_stream().wait_stream(machine._default)
-            copy_engine._copy_runs(source, range(8), target, [7, 5, 3, 1, 0, 2, 4, 6])
+            copy_engine._copy_runs(source, np.arange(8), target, np.array([7, 5, 3, 1, 0, 2, 4, 6]))
         torch.cuda.synchronize()
         assert torch.equal(target[[7, 5, 3, 1, 0, 2, 4, 6]], source.cpu())
         assert machine.order.found == []
