@@ -20,7 +20,7 @@ from sim.run.runs import EngineParts
 from sim.systems.base import Policy
 from sim.systems.builder import MEMPOOL, STORED, options_among
 from sim.systems.mooncake.options import ConductorOptions
-from sim.topology import DEFAULT_ROUTER, ROUTERS
+from sim.topology import make_router
 from sim.topology.mixed_pool import MixedPools
 from sim.topology.pipelines import to_pipelines
 from sim.topology.routers import FewestWaitingTokens, LeastLoaded, PromptTrees, Router
@@ -34,7 +34,7 @@ def build_cluster(engines: list[EngineParts], env: simpy.Environment, arrivals: 
     scenario = setup.scenario
     members = _members(engines, env, arrivals, jump=jump)
     if setup.decode is None:
-        router = ROUTERS[scenario.router or DEFAULT_ROUTER](scenario.seed)
+        router = make_router(scenario.router, scenario.seed, scenario.router_weights)
         return Cluster(env, members, arrivals, to_pipelines(router, setup.pp))
     options = options_among((setup.policy,), MixedPoolOptions)
     if options.mixed_pool:
@@ -56,7 +56,7 @@ def build_cluster(engines: list[EngineParts], env: simpy.Environment, arrivals: 
     else:
         router, decode_router = routers_of(setup.policy)
         if scenario.router:
-            router = ROUTERS[scenario.router](scenario.seed)
+            router = make_router(scenario.router, scenario.seed, scenario.router_weights)
     hand_overs = _hand_overs(engines, members, decoders, to_pipelines(decode_router, setup.decode.pp))
     return Cluster(env, members, arrivals, to_pipelines(router, setup.pp), front, hand_overs)
 

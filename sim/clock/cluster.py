@@ -39,6 +39,8 @@ class Cluster:
     ) -> None:
         """`hand_overs` take sequences from the `front` to other members; without them each prefills and decodes."""
         self.env, self.members, self.arrivals, self.router = env, members, arrivals, router
+        for member in members if router.sees_kv else ():
+            member.jump = False
         self._front = range(len(members)) if front is None else front
         self._views = [members[place] for place in self._front]
         self._hand_overs = hand_overs

@@ -125,6 +125,24 @@ class Member(Instance):
         """Prompt tokens of those that wait."""
         return sum(seq.num_tokens for seq in self.engine.scheduler.order) + self.inbox.tokens
 
+    @property
+    def kv_tokens(self) -> int:
+        """Tokens for which the GPU's KV blocks have room."""
+        memory = self.engine.scheduler.memory
+        return memory.gpu.num_blocks // memory.unit * memory.block_size
+
+    @property
+    def kv_usage(self) -> float:
+        """Share of these blocks that sequences hold; within a jump, that of its first iteration."""
+        pool = self.engine.scheduler.memory.gpu
+        return 1.0 - pool.free / pool.num_blocks
+
+    def prompt_tokens_of(self, request: Request) -> tuple[int, int]:
+        """Tokens of a prompt that are not cached here, and those of the free blocks that it would take."""
+        memory, seq = self.engine.scheduler.memory, Sequence(request)
+        taken = memory.blocks_wanted(seq, seq.num_tokens) // memory.unit * memory.block_size
+        return seq.num_tokens - memory.cached_tokens(seq), taken
+
     # -- time --------------------------------------------------------------------------------------------------------
 
     def settle(self) -> None:

@@ -144,8 +144,12 @@ class Scenario:
     replicas: int | None = _count(
         None, "engines behind --router, each with its own GPUs (default: 1)", most=MOST_ENGINES, sparse=True
     )
-    router: Literal["round-robin", "least-loaded", "power-of-two", "session-affinity", "prefix-affinity"] | None = (
-        _flag(None, "which of several engines gets a request (default: round-robin)", sparse=True)
+    router: (
+        Literal["round-robin", "least-loaded", "power-of-two", "session-affinity", "prefix-affinity", "llm-d", "dynamo"]
+        | None
+    ) = _flag(None, "which of several engines gets a request (default: round-robin)", sparse=True)
+    router_weights: tuple[str, ...] = _flag(
+        (), "what --router llm-d adds up (queue:2 kv:2 prefix:3), or dynamo (overlap:1)", sparse=True
     )
     prefill_replicas: int | None = _count(
         None, "engines that only prefill and hand over to --decode-replicas; for policies that can (distserve)",

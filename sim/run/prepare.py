@@ -21,6 +21,7 @@ from sim.specs.memory import LEAST_FLASHINFER_CAPABILITY, kv_cache_blocks, state
 from sim.specs.models import ModelSpec, load_model
 from sim.systems.base import Asked, EngineLimits, Policy
 from sim.systems.builder import HAND_OVER, STORED, options_among
+from sim.topology import DEFAULT_ROUTER, parse_weights
 
 GIB = 1 << 30
 FORMS_WITH_ENGINE = ("roofline", "table")
@@ -84,14 +85,15 @@ def prepare(scenario: Scenario, label: str, policy: Policy) -> Setup:
 
 def _routed(setup: Setup) -> Setup:
     """Itself; UserError where prompts would be sent after prefixes that no engine keeps, or two would route them."""
+    parse_weights(setup.scenario.router or DEFAULT_ROUTER, setup.scenario.router_weights)
     if setup.scenario.router is not None and setup.policy.names["memory"] == STORED:
         raise UserError(f"--router {setup.scenario.router}: {setup.label} has a conductor that routes; leave it out")
     if setup.scenario.router is not None and setup.decode is not None and _mixes(setup.policy):
         raise UserError(f"--router {setup.scenario.router}: mixed pools have a scheduler that routes; leave it out")
-    if setup.scenario.router == "prefix-affinity" and not setup.limits.enable_prefix_caching:
+    if setup.scenario.router in ("prefix-affinity", "llm-d") and not setup.limits.enable_prefix_caching:
         raise UserError(
-            f"--router prefix-affinity: engines of {setup.label} keep no prefixes; give --enable-prefix-caching (or a "
-            "policy that does, as vllm-v1), or take another router"
+            f"--router {setup.scenario.router}: engines of {setup.label} keep no prefixes; give "
+            "--enable-prefix-caching (or a policy that does, as vllm-v1), or take another router"
         )
     return setup
 

@@ -37,12 +37,26 @@ class Together:
         """Prompt tokens of those that wait."""
         return sum(engine.waiting_tokens for engine in self.engines)
 
+    @property
+    def kv_tokens(self) -> int:
+        """Tokens for which their KV blocks have room."""
+        return sum(engine.kv_tokens for engine in self.engines)
+
+    @property
+    def kv_usage(self) -> float:
+        """Mean share of these that sequences hold."""
+        return sum(engine.kv_usage for engine in self.engines) / len(self.engines)
+
+    def prompt_tokens_of(self, request: Request) -> tuple[int, int]:
+        """Tokens of a prompt that are not cached, and those of blocks it would take, in the one that would get it."""
+        return min(self.engines, key=lambda engine: engine.num_in_flight).prompt_tokens_of(request)
+
 
 class ToPipelines(Router):
     """vLLM 0.5.5's choice within an engine, `router`'s between engines of `stages` virtual engines each."""
 
     def __init__(self, router: Router, stages: int) -> None:
-        self.router, self.stages = router, stages
+        self.router, self.stages, self.sees_kv = router, stages, router.sees_kv
 
     def route(self, request: Request, engines: Sequence[EngineView]) -> int:
         stages = self.stages

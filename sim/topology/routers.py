@@ -17,7 +17,7 @@ REJECT = -1
 
 
 class EngineView(Protocol):
-    """What a router may know of an engine. What engines cache would stand here too."""
+    """What a router may know of an engine."""
 
     @property
     def num_in_flight(self) -> int:
@@ -44,6 +44,20 @@ class EngineView(Protocol):
         """Prompt tokens of those that wait."""
         ...
 
+    @property
+    def kv_tokens(self) -> int:
+        """Tokens for which the GPU's KV blocks have room."""
+        ...
+
+    @property
+    def kv_usage(self) -> float:
+        """Share of these blocks that sequences hold (vLLM's kv_cache_usage_perc). For routers that see KV."""
+        ...
+
+    def prompt_tokens_of(self, request: Request) -> tuple[int, int]:
+        """Tokens of a prompt that the engine does not have cached, and those of the free blocks that it would take."""
+        ...
+
 
 class Router(ABC):
     """Chooses an engine for each request, in order of arrival."""
@@ -52,6 +66,8 @@ class Router(ABC):
     """When the engine chosen last may see its request, s, if that is later than the arrival."""
     reason = ""
     """Why the last request that was turned away was."""
+    sees_kv = False
+    """Whether it asks how full KV memory is. Engines then go iteration by iteration: within a jump nobody knows."""
 
     @abstractmethod
     def route(self, request: Request, engines: Sequence[EngineView]) -> int:

@@ -13,11 +13,13 @@ from kvtwin.testing.clusters import ClusterOutcome, simulate_replicas
 from kvtwin.testing.conformance import TOLERANCE_S, hosts_of, limits_of
 from sim.clock.closed_loop import ClosedLoop
 from sim.engine.sequence import Status
+from sim.errors import UserError
 from sim.options.policies import parse_policy
 from sim.systems import POLICIES as PRESET_NAMES
 from sim.systems.builder import HAND_OVER
 from sim.systems.vllm055 import VllmRecompute
-from sim.topology import ROUTERS
+from sim.systems.vllm_v1 import VllmV1
+from sim.topology import ROUTERS, make_router
 from sim.topology.prefix_tree import PrefixTree
 from sim.topology.routers import (
     FewestWaitingTokens,
@@ -27,6 +29,7 @@ from sim.topology.routers import (
     RoundRobin,
     SessionAffinity,
 )  # fmt: skip
+from sim.topology.weighed import Dynamo, LlmD
 from traces.errors import TraceError
 from traces.request import Request
 
@@ -126,7 +129,11 @@ class Loaded:
 
     def __init__(self, num_in_flight: int, waiting_tokens: int = 0) -> None:
         self.num_in_flight, self.waiting_tokens = num_in_flight, waiting_tokens
-        self.num_waiting = num_in_flight
+        self.num_waiting, self.tokens_in_flight, self.running_until_s = num_in_flight, 0, 0.0
+        self.kv_usage, self.kv_tokens, self.cached_tokens = 0.0, 160, 0
+
+    def prompt_tokens_of(self, request: Request) -> tuple[int, int]:
+        return request.prompt_tokens - self.cached_tokens, request.prompt_tokens - self.cached_tokens
 
 
 def test_routers_choose_from_views_alone():
@@ -168,6 +175,76 @@ def test_a_prompt_goes_where_most_of_it_was_sent_unless_that_engine_is_far_more_
     views[0].num_in_flight, views[1].num_in_flight, views[2].num_in_flight = 300, 365, 301
     assert sent(1, 8, 8, 5) == 2
     assert PrefixAffinity(balance_abs=10).route(Request(0, 0.0, 32, 2, "", (1, 8), 16), views) == 0
+
+
+def test_llm_d_adds_up_queue_memory_and_prefix():
+    views, router = [Loaded(0), Loaded(4), Loaded(2)], LlmD(0)
+    views[0].kv_usage, views[1].kv_usage, views[2].kv_usage = 0.9, 0.5, 0.0
+    first = Request(0, 0.0, 64, 2, "", (1, 2, 3, 4), 16)
+    # By hand: 2 x (queue 1, 0, 1/2) + 2 x (free 0.1, 0.5, 1), and nobody was sent any of it.
+    assert router.costs(first, views) == pytest.approx([-2.2, -1.0, -3.0])
+    assert router.route(first, views) == 2
+    # The third had three of the next one's four blocks: 3 x 0.75 more.
+    assert router.costs(Request(1, 0.0, 64, 2, "", (1, 2, 3, 9), 16), views)[2] == pytest.approx(-3.0 - 2.25)
+    # It has room for ten blocks of 16 tokens, and forgets the first it was sent.
+    for place in range(2):
+        views[place].num_waiting = 100
+    assert router.route(Request(2, 0.0, 160, 2, "", tuple(range(10, 20)), 16), views) == 2
+    assert router.costs(first, views)[2] == pytest.approx(-4.0)
+
+
+def test_llm_d_compares_the_first_4096_tokens():
+    views, router = [Loaded(0), Loaded(0)], LlmD(0)
+    views[0].kv_tokens = views[1].kv_tokens = 1 << 20
+    chosen = router.route(Request(0, 0.0, 8192, 2, "", tuple(range(16)), 512), views)
+    again = Request(1, 0.0, 8192, 2, "", (*range(8), *range(100, 108)), 512)
+    assert router.costs(again, views)[chosen] == pytest.approx(-7.0)
+
+
+def test_dynamo_takes_the_least_work():
+    views, router = [Loaded(0, 100), Loaded(0, 0), Loaded(0, 0)], Dynamo(0)
+    views[0].cached_tokens, views[1].kv_usage, views[2].kv_usage = 48, 0.5, 0.25
+    request = Request(0, 0.0, 64, 2)
+    # By hand, in tokens: 100 wait and 16 are computed, 0 + 100 + 16 in use; 64, and 80 + 64; 64, and 40 + 64.
+    assert router.costs(request, views) == [232, 208, 168]
+    assert Dynamo(0, overlap=0.0).costs(request, views) == [116, 144, 104]
+    assert {Dynamo(seed).route(request, [Loaded(0), Loaded(0)]) for seed in range(20)} == {0, 1}
+
+
+@pytest.mark.parametrize(
+    ("router", "words", "said"),
+    [
+        ("llm-d", ("queue:1", "prefix:0.5"), None),
+        ("round-robin", ("queue:1",), "round-robin weighs nothing"),
+        ("dynamo", ("queue:1",), "NAME one of overlap"),
+        ("llm-d", ("kv:x",), "a weight is a number"),
+        ("llm-d", ("kv:-1",), "a weight is a number"),
+        ("llm-d", ("kv:1", "kv:2"), "given twice"),
+    ],
+)
+def test_weights_of_routers(router, words, said):
+    if said is None:
+        made = make_router(router, 0, words)
+        assert isinstance(made, LlmD)
+        assert made.weights == {"queue": 1.0, "kv": 2.0, "prefix": 0.5}
+        return
+    with pytest.raises(UserError, match=f"--router-weights: .*{said}"):
+        make_router(router, 0, words)
+
+
+@pytest.mark.parametrize("make", [LlmD, Dynamo])
+def test_what_routers_see_of_memory_does_not_hang_on_jumps(make):
+    limit = replace(limits(), enable_prefix_caching=True)
+
+    def places(jump: bool) -> dict[int, int]:
+        rows = [Request(i, 0.37 * i, 40, 25, "", (i % 5, 9 + i % 3, 30 + i), 16) for i in range(60)]
+        routed = simulate_replicas([VllmV1()] * 3, make(7), rows, limit, jump=jump)
+        assert len(routed.places()) == 60
+        return routed.places()
+
+    found = places(True)
+    assert found == places(False)
+    assert len(set(found.values())) == 3
 
 
 def test_prefix_affinity_without_prefixes_is_an_error():

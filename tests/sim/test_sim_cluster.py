@@ -8,7 +8,6 @@ from dataclasses import replace
 import pytest
 
 import kvtwin
-from sim.clock.assembly import ROUTERS
 from sim.files import CsvTable
 from sim.options.scenario import Scenario
 from sim.results import result as result_module
@@ -17,6 +16,7 @@ from sim.run.prepare import prepare
 from sim.run.simulate import build_run, execute
 from sim.run.traffic import traffic
 from sim.systems.distserve import DistServe
+from sim.topology import ROUTERS
 
 WORKLOAD = ["--workload", "sharegpt", "--num-prompts", "60", "--request-rate", "20", "--seed", "3", "--gpu", "l20"]
 
