@@ -28,6 +28,11 @@ OPTIMA: dict[str, dict[str, Any]] = {
     # What is left open is what the name says; SLOs and traffic make it matter.
     "token budget": BASE | KNOBS | ONE | GOODPUT | {"max_gpus": 1, "input_len": 2000, "output_len": 4,
                      "request_rate": 1.0, "max_num_batched_tokens": None, "slo": ["p99_ttft_ms:4000"]},
+    "small token budget": BASE | KNOBS | ONE | GOODPUT | {"max_gpus": 1, "input_len": 1500, "output_len": 150,
+                           "request_rate": 1.0, "max_num_batched_tokens": None,
+                           "slo": ["p99_ttft_ms:20000", "p99_itl_ms:120"]},
+    "group": BASE | KNOBS | GOODPUT | {"max_gpus": 4, "layouts": "engines", "input_len": 500, "output_len": 200,
+              "request_rate": 1.0, "slo": ["p99_ttft_ms:2000", "p99_tpot_ms:14"]},
     "KV type": BASE | KNOBS | ONE | GOODPUT | {"max_gpus": 1, "input_len": 800, "output_len": 400, "request_rate": 1.0,
                 "kv_cache_dtype": None},
     "seats": BASE | KNOBS | ONE | GOODPUT | {"max_gpus": 1, "input_len": 100, "output_len": 200, "request_rate": 4.0,

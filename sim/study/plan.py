@@ -22,7 +22,7 @@ from sim.study.draws import OF_TRAFFIC, OF_WORKLOADS, Draws, draws
 from sim.study.limits import SPEED_ERRORS, Gain, bound_by, changes, faster, gains_of
 from sim.study.points import setup_of
 from sim.study.race import LONGER_S, STEP, Bar, Ground, Raced, Work, race
-from sim.study.search import DEFAULT_SLO, PRECISION, Ran, Reached, Slo, answers, check_slos, most_load, runs
+from sim.study.search import DEFAULT_SLO, PRECISION, Ran, Reached, Slo, answers, check_slos, mean_of, most_load, runs
 from sim.study.sweep import Means, Store
 from sim.systems import DEFAULT_POLICY
 
@@ -36,6 +36,8 @@ WORTH_TRYING = 0.6
 """Share of the best load below which the best of another family is not tried in full."""
 COARSE = 1.25
 """First step of the loads with a limit raised."""
+EXPLAINED_ON = 3
+"""Draws at whose begin limits are raised: one alone has too few requests beyond a P99 to tell some percent."""
 
 
 class Asked(Struct, frozen=True):
@@ -151,7 +153,7 @@ class Held(Struct, frozen=True):
     @property
     def mean(self) -> float:
         """Geometric; 0 where one draw has none."""
-        return exp(sum(map(log, self.loads)) / len(self.loads)) if self.least > 0 else 0.0
+        return mean_of(self.reached).most
 
     @property
     def interval(self) -> tuple[float, float]:
@@ -276,7 +278,7 @@ class _Planner:
 
     def plan(self) -> Planned:
         long = self.draws.num_requests * self.asked.seeds
-        self.work.expect("what binds", 60.0 * self.draws.head(0, LONGER_S, 1.0)["num_prompts"])
+        self.work.expect("what binds", 60.0 * EXPLAINED_ON * self.draws.head(0, LONGER_S, 1.0)["num_prompts"])
         self.work.expect("every draw", 2 * 5 * 4.0 * long)
         if not any(self._sizes_of(gpu) for gpu in self.asked.gpus):
             reasons = "; ".join(reason for space in self.spaces.values() for reason in space.refused)
@@ -404,13 +406,20 @@ class _Planner:
             return Planned(self.asked, self.draws, sizes, None, None, None, [], [], None, None, 0.0, refused)
         self.work.begin("what binds")
         load = best.mean
-        traffic = self.ground.head(LONGER_S, load)
-        base = {**best.deployment.options, **traffic}
+        heads = [self.draws.head(number, LONGER_S, load) for number in range(min(self.asked.seeds, EXPLAINED_ON))]
+        base = {**best.deployment.options, **heads[0]}
         what_if = changes(base)
         error = SPEED_ERRORS[setup_of(base).profile.status]
         more = [{}, *(one.options for one in what_if), *(faster(base, factor) for factor in (1 - error, 1 + error))]
-        searches = [most_load({**base, **one}, self.asked.slos, start=load, step=COARSE) for one in more]
-        at_first, *changed, slow, fast = answers(searches, self.store, self.means, self.work.of([traffic]))
+        searches = [
+            most_load({**base, **head, **one}, self.asked.slos, start=load, step=COARSE)
+            for one in more
+            for head in heads
+        ]
+        reached = answers(searches, self.store, self.means, self.work.of(heads))
+        at_first, *changed, slow, fast = (
+            mean_of(reached[at : at + len(heads)]) for at in range(0, len(reached), len(heads))
+        )
         share = load / at_first.most if at_first.most else 0.0
         if self.asked.objective == "goodput":
             figures = [one.ran for one in best.reached if one.ran is not None]

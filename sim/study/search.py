@@ -5,9 +5,11 @@ many of them at once, so that workers have something to do and equal runs are ma
 """
 
 from collections.abc import Callable, Generator, Mapping, Sequence
+from math import exp, log
 from typing import Any, TypeVar
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from sim.errors import UserError
 from sim.options.values import convert
@@ -127,6 +129,15 @@ class Reached(Struct, frozen=True):
     least_failing: float | None
     failing: Ran | None
     unknown: str = ""
+
+
+def mean_of(reached: Sequence[Reached]) -> Reached:
+    """What like traffics sustain on the geometric mean; 0 where one of them sustains nothing, and then that one."""
+    worst = min(reached, key=lambda one: one.most)
+    if not worst.most > 0:
+        return worst
+    unknown = next((one.unknown for one in reached if one.unknown), "")
+    return replace(worst, most=exp(sum(log(one.most) for one in reached) / len(reached)), unknown=unknown)
 
 
 def most_load(
