@@ -12,7 +12,6 @@ from gpu_runtime.kv.transfers import Transfers
 from gpu_runtime.layer_pass import LayerPass
 from gpu_runtime.model import backend
 from gpu_runtime.model.decode_graph import Capture, DecodeGraph
-from gpu_runtime.model.decoder import greedy
 from gpu_runtime.pass_members import BlockTables
 from gpu_runtime.token_ids import TokenIds
 from sim.engine.changes import Direction
@@ -21,12 +20,15 @@ from sim.engine.sequence import Sequence
 
 Decode = tuple[Sequence, int]
 """A sequence that computes one token, and its tokens with that one."""
+Choose = Callable[[Tensor, abc.Sequence[Sequence], abc.Sequence[int]], Tensor]
+"""The next tokens [n] by their logits [n, V], sequences and positions."""
 
 
 class Computation:
     """Computes on the blocks of `memory`; copies that outlive an iteration go to `transfers`.
 
-    `emit` hears whose tokens were chosen, [n], and which, [n]; without sequences there is nothing to read.
+    `choose` makes tokens [n] of logits [n, V], told whose they are and where in their sequences. `emit` hears whose
+    tokens were chosen, [n], and which, [n]; without sequences there is nothing to read.
     """
 
     def __init__(
@@ -34,10 +36,12 @@ class Computation:
         memory: DeviceMemory,
         transfers: Transfers,
         tokens: TokenIds,
+        choose: Choose,
         emit: Callable[[abc.Sequence[Sequence], Tensor], None],
     ) -> None:
         self.tables = BlockTables(memory.placement)
         self._memory, self._transfers, self._tokens, self._emit = memory, transfers, tokens, emit
+        self._choose = choose
         self._caches_prefixes = memory.scheduler.memory.caches_prefixes
         self._done = Executed()
         self._graph: DecodeGraph | None = None
@@ -110,7 +114,8 @@ class Computation:
         for seq, first, end in spans[len(chunks) :]:
             work.add_decode(seq, end, self._tokens.of(seq), end - first)
         try:
-            chosen = work.run(self._memory.decoder, self._memory.gpu, self.tables, self._graph)
+            logits = work.run(self._memory.decoder, self._memory.gpu, self.tables, self._graph)
+            chosen = self._choose(logits, work.sampled, work.sampled_positions)
         except torch.OutOfMemoryError:
             work.abandon()
             self._note_loads(work)
@@ -142,7 +147,7 @@ class Computation:
         if rows is None:
             return False
         tokens = [self._tokens.of(seq)[length - 1] for seq, length in decodes]
-        chosen = greedy(graph.run(tokens, lengths, rows))
+        chosen = self._choose(graph.run(tokens, lengths, rows), seqs, lengths)
         if self._caches_prefixes:
             self._memory.placement.prefixes.computed([(seq, length - 1, length) for seq, length in decodes])
         self._done.num_decodes += len(decodes)

@@ -21,8 +21,10 @@ from gpu_runtime.executed import Executed
 from gpu_runtime.kv.replay.state_placement import StateRestore
 from gpu_runtime.kv.transfers import Transfers
 from gpu_runtime.model.decode_graph import Capture
+from gpu_runtime.model.decoder import greedy
+from gpu_runtime.model.sampling import Sampling, choose
 from gpu_runtime.token_ids import TokenIds
-from gpu_runtime.warm_up import run_copies, run_kernels
+from gpu_runtime.warm_up import run_copies, run_kernels, run_sampling
 from sim.engine.changes import Append, Move
 from sim.engine.plan import IterationPlan, StepTimes
 from sim.engine.sequence import Sequence
@@ -32,6 +34,8 @@ PromptOf = Callable[[Request], Seq[int]]
 """The token ids of a request's prompt, as many as it has prompt tokens."""
 OnToken = Callable[[Sequence, int, float], None]
 """Hears of every token: whose, which, and when, s."""
+SamplingOf = Callable[[Request], Sampling]
+"""How the tokens of a request are chosen; those that are drawn have a seed."""
 WAKE_S = 0.05
 """Longest sleep while nothing is known to happen, s."""
 NAP_S = 1e-4
@@ -63,10 +67,12 @@ class TorchDevice:
     ) -> None:
         self.memory, self.decoder, self.scheduler = memory, memory.decoder, memory.scheduler
         self.prompt_of, self.on_token = prompt_of, on_token
+        self.sampling_of: SamplingOf | None = None
+        """None: each token is the likeliest."""
         names_blocks = self.scheduler.memory.caches_prefixes
         self.tokens = TokenIds(BlockHashes(self.scheduler.limits.block_size) if names_blocks else None)
         self._transfers = Transfers(memory.placement, memory.copies)
-        self._computation = Computation(memory, self._transfers, self.tokens, self._emit)
+        self._computation = Computation(memory, self._transfers, self.tokens, self._choose, self._emit)
         self.executed = Executed()
         """What the last iteration copied."""
         self._graph_batch_sizes, self._capture = graph_batch_sizes, capture
@@ -172,6 +178,11 @@ class TorchDevice:
     def named_blocks(self) -> list[tuple[Sequence, tuple[int, ...]]]:
         return self.tokens.named_blocks()
 
+    def _choose(self, logits: Tensor, seqs: Seq[Sequence], positions: Seq[int]) -> Tensor:
+        if self.sampling_of is None or not seqs:
+            return greedy(logits)
+        return choose(logits, [self.sampling_of(seq.request) for seq in seqs], positions)
+
     def _emit(self, seqs: Seq[Sequence], chosen: Tensor) -> None:
         for seq, token in zip(seqs, chosen.tolist() if seqs else (), strict=True):
             self.tokens.append(seq, token)
@@ -185,6 +196,8 @@ class TorchDevice:
         """Run every kernel that serving may reach, on free blocks, and capture graphs: set-up delays no request."""
         limits = self.scheduler.limits
         run_kernels(self.decoder, self.memory.gpu, limits)
+        if self.sampling_of is not None:
+            run_sampling(self.decoder, limits)
         run_copies(self.memory.engine, self.memory.gpu, self.memory.host)
         self._computation.capture(self._graph_batch_sizes, self._capture)
 

@@ -91,10 +91,10 @@ class ProjectingPass(LayerPass):
         self._projecting = [member for member in self._moving if self._blocks_of.get(member.seq)]
         if self._projecting:
             self._batch = self._batch_of(pool)
-        chosen = super().run(decoder, pool, tables, graph)
+        logits = super().run(decoder, pool, tables, graph)
         for member in self._moving:
             self._copies.wait(member.seq, self._handles)
-        return chosen
+        return logits
 
     def _batch_of(self, pool: KVPool) -> AttentionBatch:
         """The tokens that are projected, in the slots of each layer."""

@@ -19,7 +19,7 @@ from gpu_runtime.kv.replay.placement import Placement
 from gpu_runtime.kv.token_rows import token_places
 from gpu_runtime.model.attention_batch import AttentionBatch
 from gpu_runtime.model.decode_graph import DecodeGraph
-from gpu_runtime.model.decoder import Decoder, greedy
+from gpu_runtime.model.decoder import Decoder
 from gpu_runtime.pass_members import BlockTables, Member
 from gpu_runtime.to_device import to_device
 from sim.engine.changes import Direction
@@ -56,6 +56,11 @@ class LayerPass:
     def sampled(self) -> list[Sequence]:
         """The sequences whose next token the pass finds."""
         return [self.members[i].seq for i in self._sampled]
+
+    @property
+    def sampled_positions(self) -> list[int]:
+        """Where those tokens stand in their sequences."""
+        return [self.members[i].span[2] for i in self._sampled]
 
     @property
     def num_loaded(self) -> int:
@@ -98,7 +103,7 @@ class LayerPass:
             self._moving.append(member)
 
     def run(self, decoder: Decoder, pool: KVPool, tables: BlockTables, graph: DecodeGraph | None) -> Tensor:
-        """Compute the layers, in `graph` if it can; the likeliest next tokens of `sampled`."""
+        """Compute the layers, in `graph` if it can; the logits [rows, V] of the next tokens of `sampled`."""
         self._start()
         # Between the layers of a single graph nothing may happen.
         if graph is not None and self._only_decodes and (graph.by_layer or not self._moving):
@@ -108,12 +113,12 @@ class LayerPass:
                     {"before_layer": self._before_layer, "after_layer": self._after_layer} if self._moving else {}
                 )
                 rows = [tables.rows(member) for member in self.members]
-                return greedy(graph.run(self._token_ids, lengths, rows, **between))
+                return graph.run(self._token_ids, lengths, rows, **between)
         num_new, cached = [member.num_new for member in self.members], [member.cached for member in self.members]
         device = pool.device
         batch = AttentionBatch.build(num_new, cached, tables.of(self.members), pool.block_tokens, device)
         token_ids = to_device(self._token_ids, device)
-        logits = decoder.forward(
+        return decoder.forward(
             token_ids,
             batch,
             pool,
@@ -121,7 +126,6 @@ class LayerPass:
             before_layer=self._before_layer,
             after_layer=lambda layer, entered: self._computed(layer, entered, batch, pool),
         )
-        return greedy(logits)
 
     def _computed(self, layer: int, entered: Tensor, batch: AttentionBatch, pool: KVPool) -> None:
         """A layer, whose input [N, h] was `entered`, has been queued."""

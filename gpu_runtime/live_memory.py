@@ -17,6 +17,7 @@ from gpu_runtime.model.capture_sizes import LARGEST_CAPTURE, capture_sizes
 from gpu_runtime.model.config import DecoderConfig
 from gpu_runtime.model.decode_graph import Metadata
 from gpu_runtime.model.decoder import Decoder
+from gpu_runtime.model.sampling import WORK_BYTES
 from sim.engine.changes import Direction
 from sim.engine.limits import Limits
 from sim.errors import UserError
@@ -82,10 +83,11 @@ def working_bytes(config: DecoderConfig, dtype: torch.dtype, limits: Limits, *, 
 
 
 def held_bytes(limits: Limits, num_groups: int) -> int:
-    """Bytes of a CUDA device that whatever is computed takes: graphs' metadata, copies' buffers, cuBLAS' workspaces."""
+    """Bytes of a CUDA device that whatever is computed takes: graphs' metadata, copies' buffers, cuBLAS' workspaces,
+    and what drawing tokens takes."""
     blocks = -(-limits.max_model_len // limits.block_size)
     metadata = Metadata.elements(capture_sizes(limits.max_num_seqs)[-1], num_groups, blocks) * torch.int32.itemsize
-    return metadata + len(Direction) * STAGING_BYTES + PRODUCT_STREAMS * PRODUCT_WORKSPACE_BYTES
+    return metadata + len(Direction) * STAGING_BYTES + PRODUCT_STREAMS * PRODUCT_WORKSPACE_BYTES + WORK_BYTES
 
 
 @contextmanager

@@ -3,10 +3,9 @@
 import numpy as np
 import torch
 
+from gpu_runtime.splitmix import BITS, counts, mix
 from sim.engine.sequence import Sequence
 from traces.request import Request
-
-BITS = 1 << 64
 
 
 class TracePrompts:
@@ -63,16 +62,5 @@ class TracePrompts:
     def _blocks(self, ids: tuple[int, ...], size: int) -> list[int]:
         """The tokens of named blocks, one after the other."""
         names = np.array([ident % BITS for ident in ids], dtype=np.uint64)
-        mixed = _mix(_mix(names + _mix(np.array([self._seed % BITS], dtype=np.uint64)))[:, None] + _counts(size))
+        mixed = mix(mix(names + mix(np.array([self._seed % BITS], dtype=np.uint64)))[:, None] + counts(size))
         return (mixed % np.uint64(self._vocab_size)).ravel().tolist()
-
-
-def _counts(size: int) -> np.ndarray:
-    return np.arange(1, size + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-
-
-def _mix(values: np.ndarray) -> np.ndarray:
-    """SplitMix64's finaliser (Steele et al. 2014): every bit of a uint64 changes half of the result's."""
-    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return values ^ (values >> np.uint64(31))

@@ -9,6 +9,7 @@ from gpu_runtime.kv.copy_engine import CopyEngine
 from gpu_runtime.kv.pool import KVPool
 from gpu_runtime.model.attention_batch import AttentionBatch
 from gpu_runtime.model.decoder import Decoder, greedy
+from gpu_runtime.model.sampling import Sampling, choose
 from sim.cost.model import BATCHED_COPIES
 from sim.engine.changes import Direction
 from sim.engine.limits import Limits
@@ -28,6 +29,15 @@ def run_kernels(decoder: Decoder, pool: KVPool, limits: Limits) -> None:
         except torch.OutOfMemoryError:
             # Served, it would be computed part by part.
             torch.cuda.empty_cache()
+
+
+def run_sampling(decoder: Decoder, limits: Limits) -> None:
+    """Draw tokens with and without filters; on CUDA for all seats at once, which some kernels sort in another way."""
+    seats = min(limits.max_num_seqs, limits.max_num_batched_tokens) if decoder.device.type == "cuda" else 1
+    logits = torch.zeros(seats, decoder.config.vocab_size, dtype=decoder.dtype, device=decoder.device)
+    for sampling in (Sampling(seed=0), Sampling(top_p=0.5, top_k=2, min_p=0.1, seed=0)):
+        for rows in {1, seats}:
+            choose(logits[:rows], [sampling] * rows, range(rows)).tolist()
 
 
 def batches(decoder: Decoder, limits: Limits) -> Iterator[tuple[list[int], list[int]]]:

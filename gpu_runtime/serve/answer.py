@@ -18,7 +18,6 @@ STALLED_S = 30.0
 FLUSH_POLL_S = 0.005
 Stop = Callable[[Ticket], object]
 SSE_HEADERS = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
-GREEDY = {"X-Kvtwin-Notice": "decoding is greedy: temperature has no effect"}
 
 
 async def send_whole(http: web.Request, events: Events, reply: Reply, stop: Stop) -> web.StreamResponse:
@@ -29,8 +28,7 @@ async def send_whole(http: web.Request, events: Events, reply: Reply, stop: Stop
         if isinstance(found, End) and found.error:
             raise Refused(found.status, found.error)
         texts[index] += choice.end(found.reason) if isinstance(found, End) else choice.add(found)
-    body, notice = encode(reply.whole(texts)), GREEDY if reply.ask.greedy_notice else None
-    response = web.json_response(body=body, headers=notice)
+    response = web.json_response(body=encode(reply.whole(texts)))
     async with _limited(http) as limit:
         limit.reschedule(_later())
         await response.prepare(http)
@@ -41,7 +39,7 @@ async def send_whole(http: web.Request, events: Events, reply: Reply, stop: Stop
 
 async def send_stream(http: web.Request, events: Events, reply: Reply, stop: Stop) -> web.StreamResponse:
     """Answer with server-sent events, one a token; `stop` as for `send_whole`."""
-    response = web.StreamResponse(headers=SSE_HEADERS | (GREEDY if reply.ask.greedy_notice else {}))
+    response = web.StreamResponse(headers=SSE_HEADERS)
     async with _limited(http) as limit:
         async for index, found in _until_ended(events, reply, stop):
             if not response.prepared:

@@ -26,10 +26,12 @@ TRAFFIC = ("trace", "trace_format", *READING, *SHAPING)
 FAILED = 1
 HELP = (
     "Serve a model over HTTP as OpenAI's API does (/v1/completions, /v1/chat/completions, /v1/models, /v1/models/ID, "
-    "/health, /metrics) under one of the policies. Decoding is greedy, whatever temperature is asked for. A chat is "
-    "its messages, role: content a line, without the model's own template. Without --tokenizer a text is its UTF-8 "
-    "bytes and each token of an answer one printable character. SIGTERM or SIGINT refuses new requests, finishes those "
-    "accepted and writes the files of `kvtwin live`; a second signal ends at once. /health and /metrics ask no key. "
+    "/health, /metrics) under one of the policies. A request that names no temperature, top_p, top_k or min_p gets "
+    "those of the checkpoint's generation_config.json, else a temperature of 1, as in vLLM. A chat becomes a prompt "
+    "by the tokenizer's own template. Without --tokenizer a text is its UTF-8 bytes, a chat its messages, role: "
+    "content a line, and each token of an answer one printable character. SIGTERM or SIGINT refuses new requests, "
+    "finishes those accepted and writes the files of `kvtwin live`; a second signal ends at once. /health and /metrics "
+    "ask no key. "
     "Needs the extras `gpu` (torch) and `serve` (aiohttp)."
 )
 
@@ -60,6 +62,12 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="folder with tokenizer.json (default: bytes)",
     )
+    parser.add_argument(
+        "--chat-template",
+        type=Path,
+        metavar="FILE",
+        help="Jinja that makes a prompt of a chat's messages (default: the tokenizer's own)",
+    )
     parser.add_argument("--served-model-name", metavar="NAME", help="name that clients use (default: the model's)")
 
 
@@ -69,7 +77,7 @@ def run_serve(arguments: argparse.Namespace) -> int:
     check_installed(("aiohttp",), "serve")
     from gpu_runtime.live import LiveOptions, check_device  # noqa: PLC0415 - torch is slow to import
     from gpu_runtime.live_memory import fit_to_machine  # noqa: PLC0415
-    from gpu_runtime.serve.run import bind, is_public, perform, stop_tokens, url_of  # noqa: PLC0415
+    from gpu_runtime.serve.run import bind, default_sampling, is_public, perform, stop_tokens, url_of  # noqa: PLC0415
     from gpu_runtime.serve.server import ServerOptions  # noqa: PLC0415
     from gpu_runtime.serve.text import load_codec  # noqa: PLC0415
     from sim.run.files import RowsAtOnce, draw_result, print_result, record, table_columns  # noqa: PLC0415
@@ -93,7 +101,7 @@ def run_serve(arguments: argparse.Namespace) -> int:
             file=sys.stderr,
         )
     scenario, decoder = decoder_for(scenario, live)
-    codec = load_codec(arguments.tokenizer_folder, decoder.config.vocab_size)
+    codec = load_codec(arguments.tokenizer_folder, decoder.config.vocab_size, arguments.chat_template)
     label, policy = policies[0]
     setup = prepare(fit_to_machine(scenario, policy, arguments.device, decoder), label, policy)
     options = ServerOptions(
@@ -102,6 +110,7 @@ def run_serve(arguments: argparse.Namespace) -> int:
         max_model_len=setup.limits.max_model_len,
         vocab_size=decoder.config.vocab_size,
         stop=stop_tokens(arguments.weights),
+        sampling=default_sampling(arguments.weights),
         max_queue=arguments.max_queue,
         api_key=api_key,
     )

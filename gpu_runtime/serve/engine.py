@@ -12,12 +12,14 @@ from math import inf
 from threading import Thread
 from typing import cast
 
+import msgspec
 import torch
 
 from gpu_runtime.device import TorchDevice
 from gpu_runtime.instance import LiveInstance
 from gpu_runtime.live import recorder
 from gpu_runtime.live_memory import telling_shortage
+from gpu_runtime.model.sampling import GREEDY, Sampling
 from gpu_runtime.serve.metrics import EngineState, Metrics
 from gpu_runtime.serve.ticket import End, Events, Ticket, Token
 from sim.cost.pricing import Lanes
@@ -41,10 +43,17 @@ class EngineThread:
     Args:
         lanes: where the computation and the copies of every iteration are noted.
         series: samples of the pools, where they are kept.
+        seed: of requests that name none, with their number.
     """
 
     def __init__(
-        self, engine: Engine, device: TorchDevice, metrics: Metrics, lanes: Lanes, series: Series | None
+        self,
+        engine: Engine,
+        device: TorchDevice,
+        metrics: Metrics,
+        lanes: Lanes,
+        series: Series | None,
+        seed: int = 0,
     ) -> None:
         self.engine, self.scheduler = engine, engine.scheduler
         self.device, self.metrics = device, metrics
@@ -65,6 +74,8 @@ class EngineThread:
         self._log_end = self.engine.on_end
         self.engine.on_end = self._end
         device.prompt_of, device.on_token = self._prompt_of, self._take_token
+        device.sampling_of = self._sampling_of
+        self._seed = seed
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = Thread(target=self._run, name="kvtwin-engine", daemon=True)
 
@@ -84,11 +95,14 @@ class EngineThread:
         min_tokens: int,
         events: Events | None = None,
         index: int = 0,
+        sampling: Sampling = GREEDY,
     ) -> Ticket:
         """Accept a request; it arrives now. Its tokens go to `events`, or to a queue of its own, with the `index`."""
         now_s = self.device.now_s()
         request = Request(self._accepted, now_s, len(prompt), max_tokens)
-        ticket = Ticket(request, prompt, stop, min_tokens, events or Events(), index, last_s=now_s)
+        if sampling.seed is None:
+            sampling = msgspec.structs.replace(sampling, seed=self._seed * 1_000_003 + request.request_id)
+        ticket = Ticket(request, prompt, stop, min_tokens, events or Events(), index, sampling, last_s=now_s)
         self._accepted += 1
         self.queued.add(ticket)
         self.unfinished.add(ticket)
@@ -194,6 +208,9 @@ class EngineThread:
 
     def _prompt_of(self, request: Request) -> list[int]:
         return self._open[request.request_id].prompt
+
+    def _sampling_of(self, request: Request) -> Sampling:
+        return self._open[request.request_id].sampling
 
     def _take_token(self, seq: Sequence, token: int, time_s: float) -> None:
         ticket = self._open[seq.request.request_id]

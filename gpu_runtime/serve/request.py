@@ -1,9 +1,12 @@
 """What a client may ask for: bodies of `/v1/completions` and `/v1/chat/completions`, checked field by field."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 import msgspec
+
+from gpu_runtime.model.sampling import Sampling
 
 COMPLETION_TOKENS = 16
 """Output tokens of a completion that names no `max_tokens` (OpenAI's default); a chat takes what the context leaves."""
@@ -24,6 +27,8 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "functions": ([],),
     "response_format": ({"type": "text"},),
     "use_beam_search": (False,),
+    "chat_template": (),
+    "documents": ([],),
 }
 """Fields that are not computed, and the values (beside null) that ask for nothing."""
 
@@ -39,15 +44,40 @@ class Refused(Exception):
 
 
 @dataclass(frozen=True)
+class Chat:
+    """The messages of a chat, and what is asked of its template.
+
+    Attributes:
+        messages: each with a `role` and a `content` that is text; what else they have is kept.
+        add_generation_prompt: end with what begins an answer.
+        continue_final_message: end within the last message, with which the answer goes on.
+        options: more names that the template may read.
+    """
+
+    messages: list[dict[str, Any]]
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def plain(self) -> str:
+        """The messages one after the other, `role: content` a line: no model's own template."""
+        lines = [f"{message['role']}: {message['content']}" for message in self.messages]
+        if self.add_generation_prompt:
+            lines.append("assistant:")
+        return "\n".join(lines) + ("" if self.add_generation_prompt or self.continue_final_message else "\n")
+
+
+@dataclass(frozen=True)
 class Ask:
     """One request as its client states it.
 
     Attributes:
         prompts: each a text, or token ids; a chat has one. n: answers to each.
+        special_tokens: whether a text gets those that the tokenizer puts around it.
         max_tokens: output tokens; None: the default.
         stop: token ids that end the answer, beside the model's own. stop_texts: strings that do.
         min_tokens: output tokens before which no stop token counts.
-        greedy_notice: whether the client asked for sampling, which it does not get.
+        sampling: how tokens are chosen, by the server's defaults where the client says nothing.
     """
 
     chat: bool
@@ -60,18 +90,32 @@ class Ask:
     ignore_eos: bool
     min_tokens: int
     return_token_ids: bool
-    greedy_notice: bool
+    sampling: Sampling
+    special_tokens: bool = True
     stop: frozenset[int] = field(default_factory=frozenset)
     stop_texts: tuple[str, ...] = ()
 
+    def sampling_of(self, index: int) -> Sampling:
+        """Of a choice, counted over all prompts: the answers to one prompt have seeds in a row, as in vLLM."""
+        seed = self.sampling.seed
+        return self.sampling if seed is None else msgspec.structs.replace(self.sampling, seed=seed + index % self.n)
 
-SAMPLING = (("temperature", 0.0, 2.0), ("top_p", 0.0, 1.0), ("min_p", 0.0, 1.0))
-"""Numbers that have no effect here, and what they may be, as OpenAI and vLLM have it."""
+
+SHARES = (("temperature", 0.0, 2.0), ("top_p", 0.0, 1.0), ("min_p", 0.0, 1.0))
+"""Numbers of a request's sampling, and what they may be, as OpenAI and vLLM have it."""
+SEED_LIMIT = 1 << 63
 
 
-def read_ask(body: bytes, *, chat: bool) -> Ask:
-    """The request in a body; `Refused` (400) naming the field, its value and what to give instead."""
-    fields = _Fields(body)
+def read_ask(body: bytes, *, chat: bool, default: Sampling, text_of: Callable[[Chat], str]) -> Ask:
+    """The request in a body; `Refused` (400) naming the field, its value and what to give instead.
+
+    Args:
+        body: JSON.
+        chat: whether it has messages in place of a prompt.
+        default: how tokens are chosen where it does not say.
+        text_of: makes the prompt of a chat.
+    """
+    fields = _Fields.decoded(body)
     for name, neutral in NEUTRAL.items():
         fields.refuse_unless(name, neutral)
     stream = fields.boolean("stream")
@@ -86,19 +130,13 @@ def read_ask(body: bytes, *, chat: bool) -> Ask:
     max_tokens = fields.integer("max_tokens", least=1)
     if "max_completion_tokens" in fields:
         max_tokens = fields.integer("max_completion_tokens", least=1)
-    for name, least, most in SAMPLING:
-        fields.within(name, least, most)
-    if "seed" in fields:
-        fields.integer("seed", least=-(1 << 63))
-    if "top_k" in fields:
-        fields.integer("top_k", least=-1)
     min_tokens = fields.integer("min_tokens", least=0) or 0
     if max_tokens is not None and min_tokens > max_tokens:
         raise _refused("min_tokens", min_tokens, f"is more than max_tokens, {max_tokens}; lower it")
     return Ask(
         chat=chat,
         model=fields.text("model"),
-        prompts=[_messages(fields.get("messages"))] if chat else _prompts(fields.get("prompt")),
+        prompts=[text_of(_chat(fields))] if chat else _prompts(fields.get("prompt")),
         n=fields.integer("n", least=1) or 1,
         max_tokens=max_tokens,
         stream=stream,
@@ -106,16 +144,38 @@ def read_ask(body: bytes, *, chat: bool) -> Ask:
         ignore_eos=fields.boolean("ignore_eos"),
         min_tokens=min_tokens,
         return_token_ids=fields.boolean("return_token_ids"),
-        greedy_notice=fields.number("temperature") != 0,
+        sampling=sampling_of(fields.data, default),
+        # A chat's template has them.
+        special_tokens=fields.boolean("add_special_tokens", default=not chat),
         stop=frozenset(_ids("stop_token_ids", fields.get("stop_token_ids") or [])),
         stop_texts=_stop_texts(fields.get("stop")),
     )
 
 
+def sampling_of(data: dict[str, Any], default: Sampling) -> Sampling:
+    """How tokens are chosen by the fields of an object; `Refused` for a value that cannot be."""
+    fields, given = _Fields(data), dict[str, Any]()
+    for name, least, most in SHARES:
+        fields.within(name, least, most)
+        if name in fields:
+            given[name] = fields.number(name)
+    for name, least in (("top_k", -1), ("seed", -SEED_LIMIT)):
+        if name in fields:
+            given[name] = fields.integer(name, least=least)
+    if given.get("seed", 0) >= SEED_LIMIT:
+        raise _refused("seed", given["seed"], f"is more than {SEED_LIMIT - 1}; lower it")
+    return msgspec.structs.replace(default, **given)
+
+
 class _Fields:
     """A JSON object whose values are asked for by type; null counts as absent."""
 
-    def __init__(self, body: bytes) -> None:
+    def __init__(self, data: dict[str, Any]) -> None:
+        self.data = {name: value for name, value in data.items() if value is not None}
+
+    @classmethod
+    def decoded(cls, body: bytes) -> Self:
+        """Those of a JSON body."""
         try:
             data = msgspec.json.decode(body)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
@@ -124,29 +184,29 @@ class _Fields:
             raise Refused(400, "the body is nested too deeply; send a flat JSON object") from None
         if not isinstance(data, dict):
             raise Refused(400, f"the body is {_short(data)}, not a JSON object; send {{...}} with named fields")
-        self._data: dict[str, Any] = {name: value for name, value in data.items() if value is not None}
+        return cls(data)
 
     def __contains__(self, name: str) -> bool:
-        return name in self._data
+        return name in self.data
 
     def get(self, name: str) -> Any:  # noqa: ANN401
         """The value as it is."""
-        return self._data.get(name)
+        return self.data.get(name)
 
     def text(self, name: str) -> str | None:
-        value = self._data.get(name)
+        value = self.data.get(name)
         if value is not None and not isinstance(value, str):
             raise _refused(name, value, "is not text")
         return value
 
-    def boolean(self, name: str) -> bool:
-        value = self._data.get(name, False)
+    def boolean(self, name: str, *, default: bool = False) -> bool:
+        value = self.data.get(name, default)
         if not isinstance(value, bool):
             raise _refused(name, value, "is not true or false")
         return value
 
     def integer(self, name: str, *, least: int) -> int | None:
-        value = self._data.get(name)
+        value = self.data.get(name)
         if value is None:
             return None
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
@@ -154,25 +214,25 @@ class _Fields:
         return value
 
     def number(self, name: str) -> float:
-        value = self._data.get(name, 0)
+        value = self.data.get(name, 0)
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise _refused(name, value, "is not a number")
         return value
 
     def within(self, name: str, least: float, most: float) -> None:
         value = self.number(name)
-        if name in self._data and not least <= value <= most:
+        if name in self.data and not least <= value <= most:
             raise _refused(name, value, f"is not between {least:g} and {most:g}")
 
     def mapping(self, name: str) -> dict[str, Any]:
-        value = self._data.get(name, {})
+        value = self.data.get(name, {})
         if not isinstance(value, dict):
             raise _refused(name, value, "is not an object; send {...}")
         return value
 
     def refuse_unless(self, name: str, neutral: tuple[Any, ...]) -> None:
         """Refuse a field that asks for what is not computed."""
-        value = self._data.get(name)
+        value = self.data.get(name)
         # True == 1 in Python; `"n": true` is no number all the same.
         if value is not None and not any(
             value == n and isinstance(value, bool) == isinstance(n, bool) for n in neutral
@@ -218,19 +278,27 @@ def _ids(name: str, value: Any) -> list[int]:  # noqa: ANN401
     return value
 
 
-def _messages(value: Any) -> str:  # noqa: ANN401
-    """The messages one after the other, `role: content` a line: no model's own template."""
+def _chat(fields: _Fields) -> Chat:
+    messages = _messages(fields.get("messages"))
+    goes_on = fields.boolean("continue_final_message")
+    begins = fields.boolean("add_generation_prompt", default=not goes_on)
+    if goes_on and begins:
+        raise _refused("continue_final_message", True, "does not go with add_generation_prompt; send one of them")
+    return Chat(messages, begins, goes_on, fields.mapping("chat_template_kwargs"))
+
+
+def _messages(value: Any) -> list[dict[str, Any]]:  # noqa: ANN401
     if not isinstance(value, list) or not value:
         raise _refused("messages", value, 'is not a list of messages; send [{"role": "user", "content": "..."}]')
-    lines: list[str] = []
+    found: list[dict[str, Any]] = []
     for i, message in enumerate(value):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise _refused(f"messages[{i}]", message, 'is no message; send {"role": "user", "content": "..."}')
         role, content = message["role"], message.get("content")
         # An assistant that only called tools said nothing.
         said = "" if content is None and role == "assistant" else _content(content, f"messages[{i}].content")
-        lines.append(f"{role}: {said}\n")
-    return "".join(lines) + "assistant:"
+        found.append({**message, "content": said})
+    return found
 
 
 def _content(value: Any, name: str) -> str:  # noqa: ANN401

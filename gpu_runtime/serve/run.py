@@ -13,8 +13,10 @@ from typing import Any
 
 from gpu_runtime.live import LiveOptions, build_device, describe_machine
 from gpu_runtime.model.decoder import Decoder
+from gpu_runtime.model.sampling import Sampling
 from gpu_runtime.serve.engine import EngineThread
 from gpu_runtime.serve.metrics import Metrics
+from gpu_runtime.serve.request import Refused, sampling_of
 from gpu_runtime.serve.server import Server, ServerOptions
 from gpu_runtime.serve.text import Codec
 from sim.errors import UserError
@@ -23,7 +25,8 @@ from sim.run.prepare import Setup
 from sim.run.runs import Recording, Run, build_engine
 from sim.specs.json_file import read_json_object
 
-EOS_FILES = ("config.json", "generation_config.json")
+GENERATION_FILE = "generation_config.json"
+EOS_FILES = ("config.json", GENERATION_FILE)
 CRASH_FILE = "crash.txt"
 
 
@@ -67,6 +70,24 @@ def stop_tokens(folder: Path | None) -> frozenset[int]:
     return frozenset(found)
 
 
+def default_sampling(folder: Path | None) -> Sampling:
+    """What a checkpoint's `generation_config.json` suggests, as vLLM takes it (`--generation-config auto`).
+
+    Raises:
+        UserError: a value that no request may have.
+    """
+    path = (folder or Path()) / GENERATION_FILE
+    if folder is None or not path.is_file():
+        return Sampling()
+    suggested = read_json_object(path)
+    if suggested.get("repetition_penalty") not in (None, 1):
+        print(f"kvtwin: warning: {path}: repetition_penalty is not computed, answers come without it", file=sys.stderr)
+    try:
+        return sampling_of(suggested, Sampling())
+    except Refused as refused:
+        raise UserError(f"{path}: {refused.message}; correct it") from None
+
+
 def perform(
     setup: Setup,
     table: TableSink | None,
@@ -93,7 +114,7 @@ def perform(
     """
     parts = build_engine(setup, table, keep)
     device = build_device(parts.scheduler, decoder, live, setup.scenario.kv_cache_dtype)
-    thread = EngineThread(parts.engine, device, Metrics(), parts.lanes, parts.series)
+    thread = EngineThread(parts.engine, device, Metrics(), parts.lanes, parts.series, live.seed)
     machine = describe_machine(device.decoder)
     run = Run(engines=[parts], instances=[thread.instance], backend="kvtwin-live", machine=machine)
 

@@ -9,13 +9,15 @@ import hmac
 import logging
 import sys
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from socket import socket
 from time import time
 from typing import cast
 
 from aiohttp import web
 
+from gpu_runtime.model.sampling import Sampling
 from gpu_runtime.serve import answer as serve_answer
 from gpu_runtime.serve.choice import Choice
 from gpu_runtime.serve.connections import Connections
@@ -45,6 +47,7 @@ class ServerOptions:
         model: name that clients use. root: what it stands for.
         stop: the model's own end-of-text tokens.
         max_queue: most accepted requests without a first token.
+        sampling: what a request that says nothing gets.
         max_body: bytes of a body; None: what a prompt of `max_model_len` tokens may take.
     """
 
@@ -56,6 +59,7 @@ class ServerOptions:
     max_queue: int = 512
     api_key: str | None = None
     max_body: int | None = None
+    sampling: Sampling = field(default_factory=Sampling)
 
 
 class Server:
@@ -188,7 +192,7 @@ class Server:
         except web.RequestPayloadError as error:
             reason = str(error).splitlines()[-1].strip()
             raise Refused(400, f"the body cannot be read ({reason}); send it whole, as its headers say") from None
-        ask = read_ask(body, chat=chat)
+        ask = read_ask(body, chat=chat, default=self._options.sampling, text_of=self._codec.chat)
         sized = await self._sized(ask)
         # Nothing is awaited from these checks to the acceptance: they are still true when it happens.
         self._refuse_if_draining()
@@ -199,7 +203,7 @@ class Server:
         events = Events()
         choices = [
             Choice(
-                self._thread.submit(prompt, max_tokens, stop, ask.min_tokens, events, index),
+                self._thread.submit(prompt, max_tokens, stop, ask.min_tokens, events, index, ask.sampling_of(index)),
                 self._codec.answer(),
                 ask.stop_texts,
             )
@@ -233,8 +237,8 @@ class Server:
         for i, prompt in enumerate(ask.prompts):
             name = "messages" if ask.chat else "prompt" if len(ask.prompts) == 1 else f"prompt[{i}]"
             if isinstance(prompt, str):
-                encode_text, is_long = self._codec.encode, len(prompt) > LONG_TEXT
-                prompt = await asyncio.to_thread(encode_text, prompt) if is_long else encode_text(prompt)
+                encode_text = partial(self._codec.encode, prompt, special_tokens=ask.special_tokens)
+                prompt = await asyncio.to_thread(encode_text) if len(prompt) > LONG_TEXT else encode_text()
             found.append((prompt, self._output_tokens(ask, name, prompt)))
         return found
 

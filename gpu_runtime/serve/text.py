@@ -4,6 +4,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+from gpu_runtime.serve.chat_template import ChatTemplate, load_template
+from gpu_runtime.serve.request import Chat, Refused
 from sim.errors import UserError
 
 if TYPE_CHECKING:
@@ -17,8 +19,12 @@ PRINTABLE = [chr(code) for code in range(33, 127)]
 class Codec(Protocol):
     """How a server reads and writes text."""
 
-    def encode(self, text: str) -> list[int]:
-        """Token ids of a text."""
+    def encode(self, text: str, *, special_tokens: bool = True) -> list[int]:
+        """Token ids of a text, and of what the tokenizer puts around it unless told not to."""
+        ...
+
+    def chat(self, chat: Chat) -> str:
+        """The text of a chat; `Refused` where it has none."""
         ...
 
     def answer(self) -> TextOf:
@@ -32,10 +38,13 @@ class ByteCodec:
     Lengths are therefore exact and answers carry no meaning, which is what random weights say anyway.
     """
 
-    def __init__(self, vocab_size: int) -> None:
-        self._vocab_size = vocab_size
+    def __init__(self, vocab_size: int, template: ChatTemplate | None = None) -> None:
+        self._vocab_size, self._template = vocab_size, template
 
-    def encode(self, text: str) -> list[int]:
+    def chat(self, chat: Chat) -> str:
+        return chat.plain() if self._template is None else self._template.render(chat)
+
+    def encode(self, text: str, *, special_tokens: bool = True) -> list[int]:
         return [byte % self._vocab_size for byte in text.encode("utf-8", "replace")]
 
     def answer(self) -> TextOf:
@@ -43,13 +52,19 @@ class ByteCodec:
 
 
 class FileCodec:
-    """A `tokenizer.json` read by the package `tokenizers`."""
+    """A `tokenizer.json` read by the package `tokenizers`, and the template of chats where it has one."""
 
-    def __init__(self, tokenizer: "Tokenizer") -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: "Tokenizer", template: ChatTemplate | None = None) -> None:
+        self._tokenizer, self._template = tokenizer, template
 
-    def encode(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text).ids
+    def chat(self, chat: Chat) -> str:
+        if self._template is None:
+            why = "the model's tokenizer has no chat template; serve with --chat-template FILE, or use /v1/completions"
+            raise Refused(400, f"messages: {why}", param="messages")
+        return self._template.render(chat)
+
+    def encode(self, text: str, *, special_tokens: bool = True) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=special_tokens).ids
 
     def answer(self) -> TextOf:
         from tokenizers.decoders import DecodeStream  # noqa: PLC0415 - optional
@@ -58,14 +73,15 @@ class FileCodec:
         return lambda token: stream.step(self._tokenizer, token) or ""
 
 
-def load_codec(folder: Path | None, vocab_size: int) -> Codec:
-    """The tokenizer of a folder, or bytes where none is given.
+def load_codec(folder: Path | None, vocab_size: int, chat_template: Path | None = None) -> Codec:
+    """The tokenizer of a folder, or bytes where none is given; a chat template in place of the folder's own.
 
     Raises:
         UserError: the package or the file is missing, unreadable, or made for a larger vocabulary than the model's.
     """
+    template = load_template(folder, chat_template)
     if folder is None:
-        return ByteCodec(vocab_size)
+        return ByteCodec(vocab_size, template)
     try:
         from tokenizers import Tokenizer  # noqa: PLC0415 - optional
     except ImportError:
@@ -80,4 +96,4 @@ def load_codec(folder: Path | None, vocab_size: int) -> Codec:
     largest = max(tokenizer.get_vocab().values(), default=0)
     if largest >= vocab_size:
         raise UserError(f"{path}: has token {largest}, the model {vocab_size} tokens: give the model's own tokenizer")
-    return FileCodec(tokenizer)
+    return FileCodec(tokenizer, template)

@@ -4,6 +4,7 @@ import asyncio
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from gpu_runtime.model.sampling import GREEDY, Sampling
 from sim.engine.sequence import Sequence
 from traces.request import Request
 
@@ -33,6 +34,7 @@ class Ticket:
 
     Attributes:
         stop: token ids that end it once it has `min_tokens` tokens.
+        sampling: how its tokens are chosen, with a seed.
         events: where its tokens and its end go, to the handler that answers; `index` says which choice they are of.
         last_s: when its last token came, or it was accepted; device clock.
     """
@@ -43,6 +45,7 @@ class Ticket:
     min_tokens: int
     events: Events = field(default_factory=asyncio.Queue)
     index: int = 0
+    sampling: Sampling = GREEDY
     last_s: float = 0.0
     answered: bool = False
     ended: bool = False

@@ -10,6 +10,7 @@ from dataclasses import replace
 import aiohttp
 from runtime_variants import policy_of
 
+from gpu_runtime.model.sampling import GREEDY
 from gpu_runtime.serve.engine import EngineThread
 from gpu_runtime.serve.metrics import Metrics
 from gpu_runtime.serve.run import bind, url_of
@@ -58,7 +59,8 @@ class Service:
         self.thread = EngineThread(engine, self.device, Metrics(), Lanes(), None)
         self.bound = bind("127.0.0.1", 0)
         self.url = url_of(self.bound)
-        asked = {"model": "small", "root": "small", "max_model_len": limit.max_model_len, "vocab_size": 101} | options
+        asked = {"model": "small", "root": "small", "max_model_len": limit.max_model_len, "vocab_size": 101}
+        asked |= {"sampling": GREEDY} | options
         self.server = Server(self.thread, ByteCodec(101), ServerOptions(**asked))
 
     async def start(self):

@@ -5,10 +5,10 @@ import pytest
 
 pytest.importorskip("torch")
 
-from gpu_runtime.trace_prompts import _counts, _mix
+from gpu_runtime.splitmix import counts, mix
 
 
 def test_names_are_mixed_as_splitmix64_does():
     """Its first three numbers from seed 0 (Steele et al. 2014; Vigna's splitmix64.c)."""
     expected = np.array([0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F], dtype=np.uint64)
-    assert (_mix(_counts(3)) == expected).all()
+    assert (mix(counts(3)) == expected).all()

@@ -20,7 +20,7 @@ from pretended_streams import Event, Stream
 from pretended_tensors import OnDevice
 from runtime_variants import STREAM, policy_of
 
-from gpu_runtime import computation
+from gpu_runtime import device
 from gpu_runtime.kv import batched_copies, copy_engine
 from gpu_runtime.kv.copies import KVCopies
 from gpu_runtime.kv.copy_worker import CopyHandle
@@ -192,14 +192,14 @@ def test_each_wait_that_is_left_out_is_noticed(function, monkeypatch):
 
 def test_a_graph_s_buffer_is_not_written_while_it_is_sent(monkeypatch):
     """Where memory runs out after a graph was launched, its part is launched again at once."""
-    run, left = computation.greedy, [1, 1, 1]
+    run, left = device.greedy, [1, 1, 1]
 
     def once(logits):
         if left and left.pop():
             raise torch.OutOfMemoryError("tried to allocate too much")
         return run(logits)
 
-    monkeypatch.setattr(computation, "greedy", once)
+    monkeypatch.setattr(device, "greedy", once)
     assert serve("vllm")[0] == []
 
 
