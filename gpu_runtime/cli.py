@@ -197,6 +197,11 @@ def of_our_engine(scenario: Scenario) -> Scenario:
             f"--engine-profile {scenario.engine_profile}: the live runtime's engine is {OURS}; leave it out, or give a "
             "file of its own times"
         )
+    if scenario.max_cudagraph_capture_size is not None:
+        raise UserError(
+            f"--max-cudagraph-capture-size {scenario.max_cudagraph_capture_size}: the live runtime captures graphs of "
+            "decodes, of sizes of its own; leave it out"
+        )
     form = scenario.cost_form or load_profile(scenario.profile, load_hardware(scenario.gpu)).form
     return replace(scenario, engine_profile=scenario.engine_profile or OURS) if form in FORMS_WITH_ENGINE else scenario
 

@@ -25,7 +25,6 @@ from msgspec import UNSET
 from rich.progress import track
 
 from sim.bounds.goodput import goodput_bound
-from sim.cost.forms import build_cost
 from sim.files import write_atomically
 from sim.options.policies import parse_policy
 from sim.options.scenario import Scenario
@@ -114,10 +113,7 @@ def with_link(setup: Setup, bytes_per_s: float) -> Setup:
         name: msgspec.structs.replace(known[name], value=bytes_per_s) for name in ("d2h_bytes_per_s", "h2d_bytes_per_s")
     }
     profile = msgspec.structs.replace(setup.profile, constants=known | link)
-    cost = build_cost(
-        setup.model, setup.hardware, profile, setup.tp, setup.limits.block_bytes, None, setup.engine_profile
-    )
-    return replace(setup, profile=profile, cost=cost)
+    return setup.priced(profile, setup.engine_profile)
 
 
 def scenario_of(cell: Cell, num_prompts: int) -> Scenario:

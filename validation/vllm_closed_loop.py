@@ -17,10 +17,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
 from statistics import fmean, median
+from tempfile import TemporaryDirectory
 from typing import Any
 
+import msgspec
 from errors import summary
 
+from sim.cost.engine_profile import TODAYS, load_engine_profile
 from sim.options.policies import parse_policy
 from sim.options.scenario import Scenario
 from sim.run.prepare import prepare
@@ -111,6 +114,7 @@ class Served:
         columns: what the rows' columns say.
         options: of the `Scenario`, beside what the row says.
         asynchronous: whether vLLM schedules ahead.
+        graphs_of: what iterations its CUDA graphs are of, where they are not of all.
         options_of: those that differ by row.
     """
 
@@ -119,22 +123,26 @@ class Served:
     options: dict[str, Any]
     asynchronous: bool = True
     options_of: Callable[[Row], dict[str, Any]] = _nothing
+    graphs_of: str = "all"
 
 
 def _llama_70b(system: str, max_num_seqs: int | None = None, precision: str = "fp8") -> Served:
     """Labelled as Llama-3.1-70B, of Llama-3.3-70B: the shapes are the same. vLLM about 0.10.2; `70b_fp8_*.sh`, and
-    `70b_fp4_b200_docker.sh` with NVIDIA's checkpoint in NVFP4."""
+    `70b_fp4_b200_docker.sh` with NVIDIA's checkpoint in NVFP4. Those of B200 ask for graphs of decodes alone."""
     columns = {"model_path": "meta-llama/Llama-3.1-70B", "system": system, "precision": precision}
     quantization = {"fp8": "fp8", "fp4": "modelopt_fp4"}[precision]
     options = {"model": "llama-3.1-70b", "quantization": quantization, "kv_cache_dtype": "fp8"}
     options |= {"max_num_batched_tokens": 8192, "max_num_seqs": max_num_seqs, "enable_prefix_caching": False}
-    return Served(columns, INFERENCEMAX, options, options_of=_nothing if max_num_seqs else _seqs_as_clients)
+    graphs_of = "decodes" if system == "b200_sxm" else "all"
+    options_of = _nothing if max_num_seqs else _seqs_as_clients
+    return Served(columns, INFERENCEMAX, options, options_of=options_of, graphs_of=graphs_of)
 
 
 def _gpt_oss(system: str) -> Served:
     """vLLM 0.18, MXFP4 experts by Marlin's kernels; `gptoss_fp4_*.sh` of spring 2026."""
     columns = {"model_path": "openai/gpt-oss-120b", "system": system, "backend_version": "0.18.0"}
     options = {"model": "gpt-oss-120b", "max_num_batched_tokens": 8192, "enable_prefix_caching": False}
+    options |= {"max_cudagraph_capture_size": 2048}
     return Served(columns, INFERENCEMAX, options, options_of=_seqs_as_clients)
 
 
@@ -143,6 +151,7 @@ def _gpt_oss_b200() -> Served:
     2026."""
     columns = {"model_path": "openai/gpt-oss-120b", "system": "b200_sxm", "backend_version": "0.15.1"}
     options = {"model": "gpt-oss-120b", "kv_cache_dtype": "fp8", "max_num_batched_tokens": 8192, "max_num_seqs": 512}
+    options |= {"max_cudagraph_capture_size": 2048}
     return Served(columns, INFERENCEMAX, options | {"enable_prefix_caching": False})
 
 
@@ -162,6 +171,8 @@ def _minimax(system: str, version: str, precision: str = "fp8", **options: str |
     columns = {"model_path": "MiniMaxAI/MiniMax-M2.5", "system": system, "precision": precision}
     columns |= {"backend_version": version, "moe_ep_size": "1"}
     model = {"fp8": "minimax-m2.5", "fp4": "minimax-m2.5-nvfp4"}[precision]
+    if not system.startswith("h"):
+        options["max_cudagraph_capture_size"] = 2048
     return Served(columns, INFERENCEMAX, {"model": model, "enable_prefix_caching": False, **options})
 
 
@@ -260,6 +271,14 @@ def _in_one_group(row: dict[str, str]) -> bool:
     return moe <= 1 or moe == int(float(row["tp_size"]))
 
 
+def engine_with_graphs_of(graphs_of: str, folder: Path) -> str:
+    """Today's engine profile with graphs of other iterations, as a file in `folder`."""
+    profile = msgspec.structs.replace(load_engine_profile(TODAYS), graphs_of=graphs_of)
+    path = folder / f"{graphs_of}.json"
+    path.write_bytes(msgspec.json.encode(profile))
+    return str(path)
+
+
 def simulate(row: Row, served: Served) -> Simulated:
     """Replay a row."""
     options = {"max_model_len": row.input_tokens + row.output_tokens + 256} | served.options | served.options_of(row)
@@ -333,10 +352,19 @@ def main() -> None:
         served = replace(served, options=served.options | {"kv_cache_dtype": arguments.kv_cache_dtype})
     if arguments.engine_profile:
         served = replace(served, options=served.options | {"engine_profile": arguments.engine_profile})
+    with TemporaryDirectory() as folder:
+        if served.graphs_of != "all" and not arguments.engine_profile:
+            engine = engine_with_graphs_of(served.graphs_of, Path(folder))
+            served = replace(served, options=served.options | {"engine_profile": engine})
+        compare(arguments.file, served, arguments.every)
+
+
+def compare(file: Path, served: Served, every: int) -> None:
+    """Print the rows of a file, every so many alone, and how far off they are together."""
     print("Simulated: means over all requests of a row, the burst at its start included.")
     print(f"{'row':<22}{'TTFT, ms':>11}{'simulated':>11}{'':>9}{'TPOT, ms':>11}{'simulated':>11}")
     pairs: list[tuple[Row, Simulated]] = []
-    for row in read(arguments.file, served)[:: arguments.every]:
+    for row in read(file, served)[::every]:
         # What was measured twice lies together, and is simulated once.
         again = bool(pairs) and pairs[-1][0].name == row.name
         pairs.append((row, pairs[-1][1] if again else simulate(row, served)))

@@ -1,14 +1,12 @@
 """Which constants a server's run is fitted with, within which limits, and a set-up with other values of them."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from difflib import get_close_matches
 
 import msgspec
 
 from calib.robust import Estimate, Parameter
 from sim.cost.engine_profile import KNOWN_UNITS, MEASURED
-from sim.cost.forms import build_cost
 from sim.cost.profile import MAY_BE_ZERO, Constant, product_name
 from sim.errors import UserError
 from sim.run.prepare import Setup
@@ -139,6 +137,4 @@ def with_constants(setup: Setup, values: Mapping[str, float]) -> Setup:
             constants.pop(name, None)
     profile = msgspec.structs.replace(setup.profile, constants=constants, status="measured-from-server")
     engine = setup.engine_profile and setup.engine_profile.measured_by(profile)
-    form, block_bytes = setup.scenario.cost_form, setup.limits.block_bytes
-    cost = build_cost(setup.model, setup.hardware, profile, setup.tp, block_bytes, form, engine)
-    return replace(setup, profile=profile, cost=cost, engine_profile=engine)
+    return setup.priced(profile, engine)

@@ -9,7 +9,6 @@ from math import inf
 
 import msgspec
 
-from sim.cost.forms import build_cost
 from sim.run.prepare import Setup
 from sim.systems.base import Policy
 
@@ -30,11 +29,7 @@ def with_infinite_links(setup: Setup) -> Setup:
     known = setup.profile.constants
     free = {name: msgspec.structs.replace(known[name], value=v) for name, v in FREE_COPIES.items() if name in known}
     profile = msgspec.structs.replace(setup.profile, constants=known | free)
-    cost = build_cost(
-        setup.model, setup.hardware, profile, setup.tp, setup.limits.block_bytes * setup.pp, setup.scenario.cost_form,
-        setup.engine_profile,
-    )  # fmt: skip
-    return _both(replace(setup, profile=profile, cost=cost), with_infinite_links)
+    return _both(setup.priced(profile, setup.engine_profile), with_infinite_links)
 
 
 def with_infinite_memory(setup: Setup) -> Setup:

@@ -29,11 +29,19 @@ TODAYS, TODAYS_SERIAL = "vllm-v1-async", "vllm-v1"
 UNITS = {"host_base_s": "s", "host_s_per_sequence": "s/sequence", "front_end_s": "s"}
 """Constants and their units. An iteration of n sequences takes the host `host_base_s` + n `host_s_per_sequence`; a
 request spends `front_end_s` in the HTTP server and the tokeniser, before it is scheduled and on its answers' way."""
-OPTIONAL_UNITS = {"sampling_s_per_logit": "s", "front_end_s_per_token": "s/token", "eager_layer_s": "s"}
+OPTIONAL_UNITS = {
+    "sampling_s_per_logit": "s",
+    "front_end_s_per_token": "s/token",
+    "eager_layer_s": "s",
+    "eager_kernel_s": "s",
+}
 """Zero where absent. What the GPU takes for each token that it samples and each entry of the vocabulary, beside the LM
 head: nothing for the most likely token, a sort where top-k and top-p cut the rest off. What a request spends in the
 front end for each token of its prompt, before it is scheduled: the tokeniser's time, cached prefix or not. The least
-that a layer takes whose kernels the host launches one by one, as in iterations with prompts."""
+that a layer, and that a kernel (`sim.cost.launches`), takes which the host launches by itself: in iterations for which
+no graph was captured (`graphs_of`)."""
+GRAPH_STRIDE = 16
+"""Between graphs beyond the profile's sizes, where larger ones are asked for: vLLM v1's from 256 tokens on."""
 KNOWN_UNITS = {**UNITS, **OPTIONAL_UNITS}
 MEASURED = {
     "step_overhead_s": "host_base_s",
@@ -63,6 +71,7 @@ class EngineProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dic
             before (`hidden`), so that an iteration lasts as long as the longer of the two.
         graph_batch_sizes: sizes captured as CUDA graphs, rising; a decode batch is padded to the next one. None: none.
         graph_source: where the sizes come from.
+        graphs_of: whether iterations with prompts run from them as well (`all`), or those of decodes alone.
         constants: those of `UNITS`, and any of `OPTIONAL_UNITS`.
         block_copies: whether the keys and the values of each layer of a block are copied apart, or the block as one.
     """
@@ -74,6 +83,7 @@ class EngineProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dic
     graph_source: str
     constants: dict[str, EngineConstant]
     block_copies: Literal["layer", "block"] = "layer"
+    graphs_of: Literal["decodes", "all"] = "decodes"
 
     def value(self, name: str) -> float:
         """One constant, in the unit of its name; zero for one of `OPTIONAL_UNITS` that is absent."""
@@ -98,6 +108,20 @@ class EngineProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dic
     def front_end(self) -> tuple[float, float]:
         """What a request spends in the HTTP server and the tokeniser, s, and for a token of its prompt, s/token."""
         return self.value("front_end_s"), self.value("front_end_s_per_token")
+
+    def sized(self, max_num_seqs: int, max_cudagraph_capture_size: int | None = None) -> "EngineProfile":
+        """With the graphs that an engine of so many sequences captures.
+
+        vLLM v1 captures as far as it is asked to, else twice as many tokens as sequences, and no more than the sizes
+        here (`VllmConfig._set_cudagraph_sizes`). Engines whose graphs are of decodes alone need no more than these.
+        """
+        sizes, most = self.graph_batch_sizes, max_cudagraph_capture_size
+        if not sizes or (most is None and self.graphs_of == "decodes"):
+            return self
+        if most is None:
+            most = min(2 * max_num_seqs, sizes[-1])
+        sizes += tuple(range(sizes[-1] + GRAPH_STRIDE, most + 1, GRAPH_STRIDE))
+        return msgspec.structs.replace(self, graph_batch_sizes=tuple(size for size in sizes if size <= most))
 
     def padding(self) -> Callable[[int], int]:
         """The tokens that a decode batch's linear layers compute: the next captured size, or its own beyond them."""

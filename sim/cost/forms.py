@@ -11,6 +11,7 @@
 from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING
 
+from sim.cost.launches import num_launches
 from sim.cost.model import CostModel
 from sim.cost.profile import Profile
 from sim.cost.roofline import RooflineCost, projection_flops
@@ -130,7 +131,13 @@ class PaperCost(RooflineCost):
         return prefill + self.decode_run(num_decodes, plan.decode_context_tokens)[0]
 
     def decode_run(
-        self, num_decodes: int, context_tokens: int, window: WindowTokens | None = None, longest_tokens: int = 0
+        self,
+        num_decodes: int,
+        context_tokens: int,
+        window: WindowTokens | None = None,
+        longest_tokens: int = 0,
+        *,
+        launched: bool = True,
     ) -> tuple[float, float]:
         slope = self.eq3_decode_s_per_context_token
         return self.eq3_decode_s * num_decodes + slope * context_tokens, slope * num_decodes
@@ -150,6 +157,14 @@ def _with_engine(
         cost.host = engine.host_time()
         # Every GPU of a group has all logits, and samples.
         cost.eager_s = engine.value("eager_layer_s") * model.num_layers
+        if hardware.copies_beside_compute:
+            sizes = engine.graph_batch_sizes
+            graphs = sizes[-1] if sizes else 0
+            cost.set_launches(
+                engine.value("eager_kernel_s") * num_launches(model, cost.tp),
+                beyond_prompts=graphs if engine.graphs_of == "all" else 0,
+                beyond_decodes=graphs,
+            )
         cost.sampling_s_per_sample = engine.value("sampling_s_per_logit") * model.vocab_size
         # A CPU, which makes its copies itself, launches no graphs.
         cost.padded = engine.padding() if hardware.copies_beside_compute else None

@@ -57,8 +57,8 @@ class CostModel(ABC):
     """Whether all-reduces travel over the same lane as KV copies."""
     num_all_reduces: int = 0
     """All-reduces in one iteration."""
-    has_breakpoints: bool = False
-    """Whether decodes' durations bend with their context: then `straight_steps` says where."""
+    straight_decodes: float = inf
+    """Most decodes whose durations do not bend with their context; those of more do where `straight_steps` says."""
     follows_longest: bool = False
     """Whether decodes of unlike contexts take longer than alike ones: then plans say the longest."""
     copies_beside_compute: bool = True
@@ -98,8 +98,10 @@ class CostModel(ABC):
         first_s, slope_s = self.decode_run(num_decodes, context_tokens, window, longest_tokens)
         return first_s + self.added_host_s(num_decodes), slope_s
 
-    def straight_steps(self, num_decodes: int, context_tokens: int) -> float:
-        """Iterations, at least 1, over which `decode_run` is exact; asked where `has_breakpoints`."""
+    def straight_steps(
+        self, num_decodes: int, context_tokens: int, window: WindowTokens | None = None, longest_tokens: int = 0
+    ) -> float:
+        """Iterations, at least 1, over which `decode_run` is exact; asked beyond `straight_decodes`."""
         return inf
 
     @abstractmethod

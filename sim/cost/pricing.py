@@ -355,8 +355,9 @@ class Pricer:
             first_s -= self.cost.unread_s(plan.decode_shared_tokens)
         first_s += plan.lookup_s
         steps, host = plan.max_steps, self._host
-        if self.cost.has_breakpoints and steps > 1:
-            steps = int(min(steps, self.cost.straight_steps(plan.num_decodes, plan.decode_context_tokens)))
+        if plan.num_decodes > self.cost.straight_decodes and steps > 1:
+            batch = plan.num_decodes, plan.decode_context_tokens, plan.decode_window, plan.decode_longest_tokens
+            steps = int(min(steps, self.cost.straight_steps(*batch)))
         if host is not None and host.hidden:
             if plan.streamed:
                 return self.step(plan, now_s)

@@ -29,6 +29,8 @@ T = ridge(N c_lin / (G F), (W + N a) / (G H)) + experts + max(launch, N e / E) +
 - Decodes of unlike contexts (`longest_kv_bytes_per_s` given): the longest is the last to end. Alone, and where there
   are too many for the kernel to split them, a block reads what it has more than the mean at a rate of its own. Beside
   prompts one head of its tile walks what it has more than the mean, or than the longest of these.
+- Iterations that no CUDA graph was captured for take at least what the host takes to launch their kernels one by one
+  (`sim.cost.launches`).
 - All-reduces, two a layer: as measured where the profile has points of G GPUs. Else launch + 2 (G-1) latency + r / X
   + 2 sqrt(chunk r / X), r = 2 (G-1)/G bytes: a pipeline whose chunks have the best size.
 """
@@ -68,6 +70,12 @@ class RooflineCost(CostModel):
     """What the engine's sampler takes for a token, beside the LM head."""
     eager_s = 0.0
     """The least that the layers of an iteration with prompts take, where their kernels are launched one by one."""
+    launches_s = 0.0
+    """What the host takes to launch all kernels one by one: the least of an iteration without a captured graph."""
+    captured_tokens: float = inf
+    """Tokens of an iteration with prompts up to which it runs from a graph."""
+    captured_decodes: float = inf
+    """The same of decodes alone."""
 
     def __init__(self, model: ModelSpec, hardware: HardwareSpec, profile: Profile, tp: int) -> None:
         super().__init__()
@@ -124,6 +132,12 @@ class RooflineCost(CostModel):
         self.pieces_per_layer = (1 if model.mla else 2) * model.num_stored_layers / model.num_layers
         self._set_all_reduce(model, hardware, profile)
         self.projection_s_per_token = projection_flops(model) / (tp * linear_flops)
+
+    def set_launches(self, seconds: float, *, beyond_prompts: int, beyond_decodes: int) -> None:
+        """Iterations with prompts of more tokens, and of more decodes, take at least `seconds`."""
+        if seconds:
+            self.launches_s, self.captured_tokens, self.captured_decodes = seconds, beyond_prompts, beyond_decodes
+            self.straight_decodes = min(self.straight_decodes, beyond_decodes)
 
     def _set_range(self, seen: FittedRange) -> None:
         # Below the least seen, prompts cost what decodes of as many tokens do, and those begin at one.
@@ -390,6 +404,8 @@ class RooflineCost(CostModel):
             seconds += self.head_s(sampled)
         if self.tp > 1:
             seconds += self.all_reduce_s(tokens)
+        if seconds < self.launches_s and tokens > self.captured_tokens:
+            seconds = self.launches_s
         if plan.prefill_tokens > self.most_tokens:
             self._note_beyond("tokens", plan.prefill_tokens)
         if plan.decode_context_tokens > self.most_context_tokens or num_decodes > self.most_batch:
@@ -403,7 +419,13 @@ class RooflineCost(CostModel):
             self._note_beyond("context_tokens", context_tokens)
 
     def decode_run(
-        self, num_decodes: int, context_tokens: int, window: WindowTokens | None = None, longest_tokens: int = 0
+        self,
+        num_decodes: int,
+        context_tokens: int,
+        window: WindowTokens | None = None,
+        longest_tokens: int = 0,
+        *,
+        launched: bool = True,
     ) -> tuple[float, float]:
         batch_s = self._batch_s.get(num_decodes)
         if batch_s is None:
@@ -424,14 +446,31 @@ class RooflineCost(CostModel):
             first += self._longest_s(num_decodes, context_tokens, longest_tokens)
         if context_tokens > self.most_context_tokens or num_decodes > self.most_batch:
             self._note_decodes(num_decodes, context_tokens)
+        if num_decodes > self.captured_decodes and launched and first < self.launches_s:
+            return self.launches_s, 0.0
         return first, slope
+
+    def straight_steps(
+        self, num_decodes: int, context_tokens: int, window: WindowTokens | None = None, longest_tokens: int = 0
+    ) -> float:
+        """Iterations of a batch beyond the graphs until the GPU takes longer than launching."""
+        if num_decodes <= self.captured_decodes:
+            return inf
+        first_s, slope_s = self.decode_run(num_decodes, context_tokens, window, longest_tokens, launched=False)
+        return ceil((self.launches_s - first_s) / slope_s) if first_s < self.launches_s and slope_s else inf
 
     def unread_s(self, num_tokens: int) -> float:
         return self.unread_s_per_token * num_tokens
 
     def prefill_s(self, prompt_tokens: int) -> float:
         seconds = max(self._prompt_s(prompt_tokens) + self.overhead_s, self.eager_s) + self.head_s(1)
-        return seconds + self.added_host_s(1) + self.all_reduce_s(prompt_tokens)
+        return self._launched_s(seconds + self.added_host_s(1) + self.all_reduce_s(prompt_tokens), prompt_tokens)
+
+    def _launched_s(self, seconds: float, prompt_tokens: int) -> float:
+        """Seconds of a prompt alone, host time that is not hidden included: at least what launching it takes."""
+        if prompt_tokens <= self.captured_tokens:
+            return seconds
+        return max(seconds, self.launches_s + self.added_host_s(1))
 
     def _prompt_s(self, num_tokens: int) -> float:
         """Linear layers and attention of a prompt alone."""

@@ -7,7 +7,6 @@ tokens and query-context pairs, decodes as so many with the mean context.
 """
 
 from bisect import bisect_right
-from math import inf
 
 from sim.cost.kernels import KernelTables, coordinates, edge, grid_of, value_at
 from sim.cost.profile import Profile
@@ -25,7 +24,7 @@ class TableCost(RooflineCost):
         UserError: another model, another type of weights or KV, or another number of GPUs.
     """
 
-    has_breakpoints = True
+    straight_decodes = 0
 
     def __init__(self, model: ModelSpec, hardware: HardwareSpec, profile: Profile, tp: int) -> None:
         super().__init__(model, hardware, profile, tp)
@@ -121,7 +120,8 @@ class TableCost(RooflineCost):
         if sampled:
             seconds += self.head_s(sampled)
         self._note_shape(plan.prefill_tokens, num_decodes, plan.decode_context_tokens)
-        return seconds + self.all_reduce_s(tokens)
+        seconds += self.all_reduce_s(tokens)
+        return max(seconds, self.launches_s) if tokens > self.captured_tokens else seconds
 
     def _note_shape(self, tokens: int, num_decodes: int, context_tokens: int) -> None:
         if tokens > self.most_tokens:
@@ -130,29 +130,42 @@ class TableCost(RooflineCost):
             self._note_decodes(num_decodes, context_tokens)
 
     def decode_run(
-        self, num_decodes: int, context_tokens: int, window: WindowTokens | None = None, longest_tokens: int = 0
+        self,
+        num_decodes: int,
+        context_tokens: int,
+        window: WindowTokens | None = None,
+        longest_tokens: int = 0,
+        *,
+        launched: bool = True,
     ) -> tuple[float, float]:
         base_s, contexts, seconds = self._decodes(num_decodes)
         self._note_shape(0, num_decodes, context_tokens)
         context = context_tokens / num_decodes - 1
         place = bisect_right(contexts, context)
         if place == 0:
-            return base_s + seconds[0], 0.0
-        if place == len(contexts):
+            first, slope = base_s + seconds[0], 0.0
+        elif place == len(contexts):
             # Beyond the table: in proportion to the roofline, which is a straight line here.
             edge_s = self._shape_s(0, 0, num_decodes, contexts[-1])
             slope = seconds[-1] * self.decode_s_per_context_token * num_decodes / edge_s
-            return base_s + seconds[-1] + slope * (context - contexts[-1]), slope
-        low, high = contexts[place - 1], contexts[place]
-        slope = (seconds[place] - seconds[place - 1]) / (high - low)
-        return base_s + seconds[place - 1] + slope * (context - low), slope
+            first = base_s + seconds[-1] + slope * (context - contexts[-1])
+        else:
+            low, high = contexts[place - 1], contexts[place]
+            slope = (seconds[place] - seconds[place - 1]) / (high - low)
+            first = base_s + seconds[place - 1] + slope * (context - low)
+        if num_decodes > self.captured_decodes and launched and first < self.launches_s:
+            return self.launches_s, 0.0
+        return first, slope
 
-    def straight_steps(self, num_decodes: int, context_tokens: int) -> float:
+    def straight_steps(
+        self, num_decodes: int, context_tokens: int, window: WindowTokens | None = None, longest_tokens: int = 0
+    ) -> float:
         """Iterations of a batch that stays the same until its mean context passes the table's next point."""
         _, contexts, _ = self._decodes(num_decodes)
         context = context_tokens / num_decodes - 1
         place = bisect_right(contexts, context)
-        return int(contexts[place] - context) + 1 if place < len(contexts) else inf
+        steps = super().straight_steps(num_decodes, context_tokens, window, longest_tokens)
+        return min(steps, int(contexts[place] - context) + 1) if place < len(contexts) else steps
 
     def _decodes(self, num_decodes: int) -> tuple[float, list[float], list[float]]:
         """Of a batch: seconds beside its attention, and attention of all layers by mean context."""
@@ -177,7 +190,7 @@ class TableCost(RooflineCost):
 
     def prefill_s(self, prompt_tokens: int) -> float:
         seconds = self._prompt_s(prompt_tokens) + self._once_s(prompt_tokens) + self.head_s(1)
-        return seconds + self.added_host_s(1) + self.all_reduce_s(prompt_tokens)
+        return self._launched_s(seconds + self.added_host_s(1) + self.all_reduce_s(prompt_tokens), prompt_tokens)
 
     def _prompt_s(self, num_tokens: int) -> float:
         return self.linear_s(num_tokens) + self.layers * self._chunk_s(num_tokens, 0)

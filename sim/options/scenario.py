@@ -191,6 +191,10 @@ class Scenario:
     )
     block_size: int | None = _count(None, "tokens per KV block (default: the policy's, vLLM's 16)", unit="tokens")
     max_num_seqs: int | None = _count(None, "most sequences in one iteration (default: the policy's, vLLM's 256)")
+    max_cudagraph_capture_size: int | None = _count(
+        None, "tokens of the largest CUDA graph; in iterations beyond it the host launches kernel by kernel (default: "
+        "the engine profile's, vLLM's 512, at most twice --max-num-seqs)", unit="tokens", sparse=True,
+    )  # fmt: skip
     max_num_batched_tokens: int | None = _count(
         None, "most tokens in one iteration (default: the policy's; vLLM's max(max-model-len, 2048), chunked 512)",
         unit="tokens",

@@ -57,6 +57,12 @@ class Setup:
     """Stages of an engine, each of `tp` GPUs; as many virtual engines have these limits each."""
     warnings: list[str] = field(default_factory=list)
 
+    def priced(self, profile: Profile, engine: EngineProfile | None) -> "Setup":
+        """The same with other constants."""
+        scenario = replace(self.scenario, tp=self.tp)
+        cost = _cost(self.model, self.hardware, profile, scenario, self.limits, self.pp, engine)
+        return replace(self, profile=profile, cost=cost, engine_profile=engine)
+
 
 def prepare(scenario: Scenario, label: str, policy: Policy) -> Setup:
     """Resolve names, size the pools as vLLM does and check the limits against each other."""
@@ -129,12 +135,26 @@ def _prepare(asked_for: Scenario, scenario: Scenario, label: str, policy: Policy
             f"--engine-profile {engine_profile.name}: its host time is hidden behind the GPU, and the loop of "
             "pipelines (--pipeline-parallel-size) is serial; give one whose host is serial (vllm-v1)"
         )
-    block_bytes = limits.block_bytes * pp
-    cost = build_cost(model, hardware, profile, scenario.tp, block_bytes, scenario.cost_form, engine_profile)
+    cost = _cost(model, hardware, profile, scenario, limits, pp, engine_profile)
     return Setup(
         asked_for, policy, label, model, hardware, profile, limits, cost, engine_profile, scenario.tp, role,
         pp=pp, warnings=warnings,
     )  # fmt: skip
+
+
+def _cost(
+    model: ModelSpec,
+    hardware: HardwareSpec,
+    profile: Profile,
+    scenario: Scenario,
+    limits: Limits,
+    pp: int,
+    engine: EngineProfile | None,
+) -> CostModel:
+    """Prices of an engine of `scenario.tp` times `pp` GPUs, with the graphs that it captures."""
+    if engine is not None:
+        engine = engine.sized(limits.max_num_seqs, scenario.max_cudagraph_capture_size)
+    return build_cost(model, hardware, profile, scenario.tp, limits.block_bytes * pp, scenario.cost_form, engine)
 
 
 def _with_told(scenario: Scenario, policy: Policy) -> Scenario:

@@ -142,7 +142,7 @@ def prices(name: str) -> Iterator[str]:
         found = [cost.copy_s(blocks * 2.0**20, count, way) for way in Direction]
         yield f"{blocks} blocks of {layers} layers = {count} {rounded(found)}"
     yield from (f"at least {rounded(price)}" for price in step_prices(cost, 16, 900))
-    facts = cost.beyond, cost.all_reduce_on_pcie, cost.num_all_reduces, cost.has_breakpoints
+    facts = cost.beyond, cost.all_reduce_on_pcie, cost.num_all_reduces, not cost.straight_decodes
     yield f"beyond what was measured, and so on = {rounded(facts)}"
 
 

@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from itertools import pairwise
+from math import inf
 from pathlib import Path
 
 import msgspec
@@ -17,6 +18,7 @@ from kvtwin.testing import limits, linear_machine, requests, simulate
 from sim.cost.engine_profile import OPTIONAL_UNITS, SHIPPED, UNITS, load_engine_profile, shipped_engines
 from sim.cost.forms import build_cost
 from sim.cost.host import Host
+from sim.cost.launches import num_launches
 from sim.cost.pricing import Lanes, Pricer
 from sim.cost.profile import Constant, load_profile
 from sim.engine.changes import Direction
@@ -420,3 +422,42 @@ def test_the_page_has_the_constants_of_every_shipped_engine():
             marked = " (assumed)" if constant in profile.assumed else ""
             shown.append(f"{profile.value(constant) * scale:g} {unit}{marked}")
         assert cells == shown
+
+
+# -- iterations that no graph was captured for ------------------------------------------------------------------------
+
+LAUNCHES_S = 48 * 17 * 4.2e-5
+"""Of Qwen3-30B-A3B over two GPUs: attention 6, experts 9 and two all-reduces a layer."""
+
+
+def launched(max_num_seqs=256, asked=None, model="qwen3-30b-a3b", tp=2):
+    hardware, engine = load_hardware("h100"), load_engine_profile("vllm-v1-async").sized(max_num_seqs, asked)
+    return build_cost(load_model(model), hardware, load_profile(None, hardware), tp, 1.0, engine=engine)
+
+
+@pytest.mark.parametrize(("max_num_seqs", "asked", "largest"), [(256, None, 512), (4, None, 8), (4, 2048, 2048)])
+def test_the_host_launches_prompts_beyond_the_largest_graph(max_num_seqs, asked, largest):
+    cost = launched(max_num_seqs, asked)
+    assert cost.prefill_s(largest) < LAUNCHES_S
+    assert cost.prefill_s(largest + 1) == pytest.approx(max(LAUNCHES_S, launched(asked=4096).prefill_s(largest + 1)))
+    assert cost.prefill_s(8192) == launched(asked=16_384).prefill_s(8192) > LAUNCHES_S
+
+
+def test_decodes_beyond_the_largest_graph_last_as_long_as_launching_until_the_gpu_takes_longer():
+    cost, free = launched(), launched(asked=4096)
+    assert cost.decode_run(512, 512) == free.decode_run(512, 512) and cost.straight_steps(512, 512) == inf
+    assert cost.decode_run(528, 528 * 10) == (pytest.approx(LAUNCHES_S), 0.0)
+    steps = cost.straight_steps(528, 528 * 10)
+    first_s, slope_s = free.decode_run(528, 528 * 10)
+    assert first_s + slope_s * (steps - 1) < LAUNCHES_S <= first_s + slope_s * steps
+    later = 528 * (10 + steps)
+    assert cost.decode_run(528, later) == free.decode_run(528, later) and cost.straight_steps(528, later) == inf
+
+
+@pytest.mark.parametrize(
+    ("model", "tp", "kernels"),
+    [("llama-3.1-8b", 1, 10), ("llama-3.1-70b", 4, 12), ("gpt-oss-120b", 1, 15), ("qwen3-235b-a22b", 2, 17)],
+)
+def test_kernels_of_a_layer(model, tp, kernels):
+    spec = load_model(model)
+    assert num_launches(spec, tp) == kernels * spec.num_layers
