@@ -1,6 +1,6 @@
 """What `plan` says: the answer with its interval, what it hangs on, the front, and the commands that deploy it."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -224,10 +224,21 @@ def commands(planned: Planned, folder: Path) -> Iterator[str]:
     yield run_command(answer_options(planned), str(folder / ANSWER_RUN))
 
 
+def _paragraphs(told: Iterable[str]) -> Iterator[str]:
+    """Sentences as Markdown: a paragraph each, and what is set in as a list."""
+    in_list = False
+    for line in told:
+        is_item = line.startswith("  ")
+        if not (is_item and in_list):
+            yield ""
+        yield f"- {' '.join(line.split())}" if is_item else line
+        in_list = is_item
+
+
 def write(folder: Path, planned: Planned) -> None:
     """Write `plan.md`, `plan.json` and `kubernetes.yaml`; the manifest of an earlier answer goes."""
     best = planned.best
-    text = ["# Plan", "", *(f"{line}  " for line in lines(planned)), "", *front_lines(planned)]
+    text = ["# Plan", *_paragraphs(lines(planned)), "", *front_lines(planned)]
     if best is not None:
         text += ["", "```", *commands(planned, folder), "```"]
     data = {

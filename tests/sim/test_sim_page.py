@@ -19,7 +19,7 @@ from sim.results.page import saved
 from sim.results.page.charts import charts
 from sim.results.page.page import render
 from sim.results.page.saved import Section, read_run, read_sections
-from sim.results.page.studies import MOST_ROWS
+from sim.results.page.studies import MOST_ROWS, kind_of, read_study
 
 pytest.importorskip("jinja2")
 pytest.importorskip("plotly")
@@ -291,3 +291,14 @@ def test_in_a_browser_it_draws_offline_and_quietly_at_any_width_by_keyboard_and_
     errors, requests = browser.visit(look)
     assert errors == []
     assert set(requests) == {path.resolve().as_uri()}
+
+
+def test_markdown_answers_are_rendered_and_nothing_in_them_is_markup(tmp_path):
+    """A plan's page has its table and its commands; what looks like HTML is text."""
+    (tmp_path / "plan.json").write_text("{}")
+    (tmp_path / "plan.md").write_text("# Plan\n\n4 <b>h100</b>\n\n| GPUs |\n|--:|\n| 4 |\n\n```\nvllm serve x\n```\n")
+    kind = kind_of(tmp_path)
+    assert kind is not None
+    html = read_study(tmp_path, kind).html
+    assert "<p>4 &lt;b&gt;h100&lt;/b&gt;</p>" in html and "Plan" not in html
+    assert '<td style="text-align:right">4</td>' in html and "<pre><code>vllm serve x\n</code></pre>" in html

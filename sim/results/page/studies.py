@@ -18,7 +18,8 @@ class Study:
 
     Attributes:
         title: command and folder.
-        text: its answer, as it stands in a file.
+        text: its answer, as it stands in a file that is no Markdown.
+        html: the same of Markdown, rendered; what looks like HTML in it is escaped.
         columns, rows: its table as text; no columns where it has none.
         left_out: rows that only the file has.
         pictures: (name, PNG as a data URI).
@@ -26,6 +27,7 @@ class Study:
 
     title: str
     text: str
+    html: str
     table: str
     columns: list[str]
     rows: list[list[str]]
@@ -61,9 +63,12 @@ def kind_of(folder: Path) -> Kind | None:
 def read_study(folder: Path, kind: Kind) -> Study:
     """The folder as the page shows it. UserError names a file that cannot be read."""
     columns, rows = _table(folder / kind.table) if kind.table else ([], [])
+    text = read_text(folder / kind.text) if kind.text else ""
+    is_markdown = (kind.text or "").endswith(".md")
     return Study(
         title=f"{kind.command}: {folder.name or folder.resolve().name}",
-        text=read_text(folder / kind.text) if kind.text else "",
+        text="" if is_markdown else text,
+        html=_rendered(text) if is_markdown else "",
         table=kind.table or "",
         columns=columns,
         rows=rows[:MOST_ROWS],
@@ -73,6 +78,20 @@ def read_study(folder: Path, kind: Kind) -> Study:
             for path in sorted(folder.glob(kind.pictures))
         ],
     )
+
+
+def _rendered(text: str) -> str:
+    """Markdown without its first heading, which the page has already; others below the page's own."""
+    from markdown_it import MarkdownIt  # noqa: PLC0415 - comes with rich
+
+    heading, _, rest = text.partition("\n")
+    markdown = MarkdownIt("commonmark", {"html": False}).enable("table")
+    tokens = markdown.parse(rest if heading.startswith("# ") else text)
+    for token in tokens:
+        if token.type in ("heading_open", "heading_close"):
+            token.tag = "h3"
+    found = markdown.renderer.render(tokens, markdown.options, {})
+    return found.replace("<table>", '<div class="scroll" tabindex="0"><table>').replace("</table>", "</table></div>")
 
 
 def _bytes(path: Path) -> bytes:
