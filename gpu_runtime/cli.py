@@ -248,8 +248,8 @@ def decoder_for(scenario: Scenario, options: "LiveOptions") -> "tuple[Scenario, 
         )
     if scenario.num_engines != 1:
         raise UserError(
-            f"{'--replicas' if scenario.replicas else '--prefill-replicas'}: {scenario.num_engines} engines; the live "
-            "runtime serves from one: leave it out, or simulate"
+            f"{scenario.flag_of_engines}: {scenario.num_engines} engines; the live runtime serves from one: leave it "
+            "out, or simulate"
         )
     if scenario.quantization is not None:
         raise UserError(

@@ -29,11 +29,14 @@ WORKLOAD = "workloads/sharegpt-{}-300-sps10.jsonl"
 BLOCK_TOKENS = 16
 
 
-def convert(folder: Path, name: str, scratch: Path) -> None:
-    """Write a server's run as `trace.csv` and `measured.csv`: one clock, ids of blocks for ids of tokens."""
+def convert(folder: Path, name: str, scratch: Path, traffic: str = "") -> None:
+    """Write a server's run as `trace.csv` and `measured.csv`: one clock, ids of blocks for ids of tokens.
+
+    `traffic` is what its workload's file is called by, where that is not `name`.
+    """
     served = [json.loads(line) for line in (folder / EXAMPLES / name / "vllm/requests.jsonl").open(encoding="utf-8")]
     served.sort(key=lambda row: int(row["request_id"].rpartition("-")[2]))
-    sent = [json.loads(line) for line in (folder / WORKLOAD.format(name.lower())).open(encoding="utf-8")]
+    sent = [json.loads(line) for line in (folder / WORKLOAD.format(traffic or name.lower())).open(encoding="utf-8")]
     # Arrivals are by the wall clock, tokens by another: the least that one is ahead of the other.
     ahead_s = min(row["queued_ts"] - row["arrival_time"] for row in served)
     origin_s = ahead_s + min(row["arrival_time"] for row in served)
@@ -47,7 +50,9 @@ def convert(folder: Path, name: str, scratch: Path) -> None:
             ("arrival_s", "prompt_tokens", "output_tokens", "hash_ids", "hash_block_tokens", "output_hash_ids")
         )
         times.writerow(("arrival_s", "first_token_s", "last_token_s"))
-        for row, request in zip(served, sent, strict=True):
+        # Ranks queue what they are sent each in its own time.
+        pairs = sorted(zip(served, sent, strict=True), key=lambda pair: pair[0]["queued_ts"])
+        for row, request in pairs:
             tokens = (*request["input_tok_ids"], *request["output_tok_ids"])
             before, ids = -1, []
             for start in range(0, len(tokens), BLOCK_TOKENS):

@@ -84,6 +84,8 @@ SYSTEMS = {
     "b200_sxm": System("b200", 126e6, FUSED_BLACKWELL),
     "b300_sxm": System("b300", 126e6, FUSED_BLACKWELL_ULTRA),
     "gb200": System("gb200", 126e6, FUSED_BLACKWELL),
+    # Over PCIe, as the L40S: what groups reach is the machine's.
+    "rtx_pro_6000_server": System("rtx-pro-6000", 128e6, reducing_gpus=(2,)),
 }
 
 

@@ -9,7 +9,6 @@ from sim.cost.profile import load_profile
 from sim.errors import UserError
 from sim.files import write_atomically
 from sim.options.flags import read_options
-from sim.options.values import flag
 from sim.run.folders import owning
 from sim.run.prepare import prepare
 from sim.run.served import as_served, read_run
@@ -29,8 +28,9 @@ def fit_bench(arguments: argparse.Namespace) -> int:
     if len(policies) != 1:
         raise UserError(f"--policy: {len(policies)} given; the server ran one")
     if scenario.num_engines != 1:
-        name = "replicas" if scenario.replicas else "prefill_replicas"
-        raise UserError(f"{flag(name)}: {scenario.num_engines} engines; constants are fitted to a server of one")
+        raise UserError(
+            f"{scenario.flag_of_engines}: {scenario.num_engines} engines; constants are fitted to a server of one"
+        )
     name = own["name"] or f"{load_hardware(scenario.gpu).name}-measured-from-server"
     served = read_run(own["bench"], scenario)
     setup = prepare(as_served(scenario), *policies[0])

@@ -63,6 +63,8 @@ def _why_none(scenario: Scenario) -> str | None:
         return "goes with --goodput, which is not given"
     if scenario.max_concurrency is not None or scenario.closed_sessions:
         return "in a closed loop arrivals depend on the policy"
+    if scenario.data_parallel_size not in (None, 1):
+        return "is for engines that do not wait for one another"
     if scenario.prefill_replicas is not None or scenario.pipeline_parallel_size not in (None, 1):
         return "is for engines that do all the work of a request"
     return None

@@ -8,9 +8,11 @@ import simpy
 from sim.clock.arrivals import Arrivals
 from sim.clock.cluster import Cluster
 from sim.clock.hand_overs import HandOvers
+from sim.clock.lockstep import Lockstep, rank_class
 from sim.clock.member import Member
 from sim.clock.pipeline import Pipeline, VirtualEngine
 from sim.cost.model import ACTIVATION_BYTES
+from sim.cost.spread_experts import SpreadExpertsCost
 from sim.engine.engine import Engine
 from sim.engine.sequence import Sequence
 from sim.parts.stage.hand_over_options import MixedPoolOptions
@@ -23,6 +25,7 @@ from sim.systems.mooncake.options import ConductorOptions
 from sim.topology import make_router
 from sim.topology.mixed_pool import MixedPools
 from sim.topology.pipelines import to_pipelines
+from sim.topology.ranks import ToRanks
 from sim.topology.routers import FewestWaitingTokens, LeastLoaded, PromptTrees, Router
 
 BYTES_PER_S_IN_GBPS = 1e9 / 8
@@ -35,6 +38,8 @@ def build_cluster(engines: list[EngineParts], env: simpy.Environment, arrivals: 
     members = _members(engines, env, arrivals, jump=jump)
     if setup.decode is None:
         router = make_router(scenario.router, scenario.seed, scenario.router_weights)
+        if ranks := scenario.data_parallel_size:
+            return Cluster(env, members, arrivals, ToRanks(router, ranks))
         return Cluster(env, members, arrivals, to_pipelines(router, setup.pp))
     options = options_among((setup.policy,), MixedPoolOptions)
     if options.mixed_pool:
@@ -121,12 +126,21 @@ def _members(engines: list[EngineParts], env: simpy.Environment, arrivals: Arriv
     """Engines on the clock; of one with stages its virtual engines, which follow one another."""
     members: list[Member] = []
     pipeline: Pipeline | None = None
+    lockstep: Lockstep | None = None
     ended = arrivals.ended if arrivals.hears_ends else None
     for place, parts in enumerate(engines):
         setup, args = parts.setup, (env, parts.engine, parts.setup.cost, parts.lanes)
         layers, block_bytes = setup.model.num_layers, setup.limits.block_bytes
         hidden_bytes = setup.model.hidden_bytes_per_token_layer
-        if setup.pp == 1:
+        if setup.experts is not None and setup.experts.ranks > 1:
+            if lockstep is None or len(lockstep.ranks) == setup.experts.ranks:
+                assert isinstance(setup.cost, SpreadExpertsCost)
+                lockstep = Lockstep(setup.cost)
+            member = rank_class(ahead=parts.engine.schedules_ahead)(
+                *args, lockstep=lockstep, place=place, layers=layers, block_bytes=block_bytes,
+                hidden_bytes=hidden_bytes, observer=parts.observer, ended=ended,
+            )  # fmt: skip
+        elif setup.pp == 1:
             member = member_class(parts.engine)(
                 *args,
                 layers=layers,

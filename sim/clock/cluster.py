@@ -84,7 +84,7 @@ class Cluster:
         while heap and heap[0][0] <= due_s:
             end_s, place = heappop(heap)
             if members[place].end_s == end_s:
-                settling.add(place)
+                settling.update(members[place].in_step or (place,))
         places = sorted(settling)
         for place in places:
             members[place].settle()

@@ -108,6 +108,11 @@ class Member(Instance):
         self._times: StepTimes | None = None
         self._mark: LanesMark | None = None
 
+    @property
+    def in_step(self) -> tuple[int, ...]:
+        """Places of members whose boundaries are always its own, itself among them; empty where it goes by itself."""
+        return ()
+
     # -- what routers see --------------------------------------------------------------------------------------------
 
     @property

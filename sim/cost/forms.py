@@ -18,6 +18,7 @@ from sim.cost.roofline import RooflineCost, projection_flops
 from sim.engine.changes import Direction
 from sim.engine.plan import IterationPlan, WindowTokens
 from sim.errors import InvariantError, UserError
+from sim.specs.expert_layout import ExpertLayout
 from sim.specs.hardware import HardwareSpec
 from sim.specs.models import ModelSpec
 
@@ -167,7 +168,9 @@ def _with_engine(
             )
         cost.sampling_s_per_sample = engine.value("sampling_s_per_logit") * model.vocab_size
         # A CPU, which makes its copies itself, launches no graphs.
-        cost.padded = engine.padding() if hardware.copies_beside_compute else None
+        if hardware.copies_beside_compute:
+            cost.padded = engine.padding()
+            cost.most_captured = max(engine.graph_batch_sizes, default=0)
         if engine.block_copies == "block":
             cost.copies_whole_blocks = True
     return cost
@@ -181,13 +184,19 @@ def build_cost(
     block_bytes: float,
     form: str | None = None,
     engine: "EngineProfile | None" = None,
+    experts: ExpertLayout | None = None,
 ) -> CostModel:
     """The cost model of a profile, in the profile's own form or, but for linear ones, as `roofline` or `paper`.
 
     `engine` adds host time and padded batches to the forms `roofline` and `table`; prices of the others are all there
-    is.
+    is. `experts` says who shares the routed ones, where that is not the tensor-parallel group as a whole.
     """
     form = form or profile.form
+    if experts is not None and form != "roofline":
+        raise UserError(
+            f"profile {profile.name}: form {form} has no prices of experts that data-parallel ranks or expert "
+            "parallelism spread over GPUs; take a profile of form roofline"
+        )
     if profile.form == "linear" or form == "linear":
         if profile.form != form or profile.linear is None:
             raise UserError(f"cost form {form!r} cannot come from profile {profile.name!r} of form {profile.form!r}")
@@ -198,6 +207,10 @@ def build_cost(
         from sim.cost.table import TableCost  # noqa: PLC0415
 
         cost = _with_engine(TableCost(model, hardware, profile, tp), engine, model, hardware)
+    elif form == "roofline" and experts is not None:
+        from sim.cost.spread_experts import SpreadExpertsCost  # noqa: PLC0415 - most runs have no such experts
+
+        cost = _with_engine(SpreadExpertsCost(model, hardware, profile, experts), engine, model, hardware)
     elif form == "roofline":
         cost = _with_engine(RooflineCost(model, hardware, profile, tp), engine, model, hardware)
     elif form == "paper":

@@ -228,6 +228,7 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
         kernels: what the form `table` interpolates.
         all_reduce: by the number of GPUs, measured bytes and seconds of an all-reduce, rising: between them time is
             interpolated, beyond them it grows with the bytes. The constants price groups of other sizes.
+        all_gather, reduce_scatter: the same of these; bytes are what each GPU has after the one, before the other.
         linear_factors: what the matrix products of a layer take over their roofline, by tokens, rising: between them
             the factor is interpolated, beyond them it is that of the edge. Of dense models alone.
         fp8_linear_factors, nvfp4_linear_factors: the same of products in these formats (absent: `linear_factors`).
@@ -244,6 +245,8 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
     residuals: dict[str, float] | None = None
     kernels: KernelTables | None = None
     all_reduce: dict[str, list[tuple[float, float]]] | None = None
+    all_gather: dict[str, list[tuple[float, float]]] | None = None
+    reduce_scatter: dict[str, list[tuple[float, float]]] | None = None
     linear_factors: list[Point] | None = None
     fp8_linear_factors: list[Point] | None = None
     nvfp4_linear_factors: list[Point] | None = None
@@ -374,8 +377,9 @@ def read_profile(path: Path | str) -> Profile:
 
 
 def _check_all_reduce(profile: Profile, path: Path) -> None:
-    for gpus, points in (profile.all_reduce or {}).items():
-        where = f"{path}: field all_reduce.{gpus}"
+    measured = ((name, getattr(profile, name) or {}) for name in ("all_reduce", "all_gather", "reduce_scatter"))
+    for name, gpus, points in ((name, gpus, points) for name, groups in measured for gpus, points in groups.items()):
+        where = f"{path}: field {name}.{gpus}"
         if not gpus.isdecimal() or int(gpus) < 2:
             raise UserError(f"{where}: is not a number of GPUs from 2 on: name the group by how many it has")
         sizes = [size for size, _ in points]

@@ -64,6 +64,8 @@ class RooflineCost(CostModel):
 
     padded: Callable[[int], int] | None = None
     """Tokens that the linear layers compute for a decode batch of so many, where the engine's CUDA graphs pad it."""
+    most_captured = 0
+    """Tokens of the largest of those graphs."""
     copies_whole_blocks = False
     """Whether the engine copies a block as one piece, whatever it holds; else each layer's keys and values apart."""
     sampling_s_per_sample = 0.0
@@ -151,7 +153,7 @@ class RooflineCost(CostModel):
         self.expert_s_per_token = self.expert_weights_s = self.expert_activation_s_per_token = 0.0
         self.expert_least_s, self.expert_exponent = 0.0, 1.0
         self.idle_share = 1 - model.moe.experts_per_token / model.moe.num_experts if model.moe else 0.0
-        constants = profile.experts(model.expert_quantization)
+        constants = self._expert_constants(model, profile)
         if model.moe is None or constants is None:
             return
         self.expert_layers = model.moe.num_moe_layers
@@ -161,6 +163,10 @@ class RooflineCost(CostModel):
         self.expert_activation_s_per_token = moved_bytes / constants["expert_activation_bytes_per_s"]
         self.expert_exponent = constants["expert_roofline_exponent"]
         self.expert_least_s = self.expert_layers * constants["expert_launch_s"]
+
+    def _expert_constants(self, model: ModelSpec, profile: Profile) -> dict[str, float] | None:
+        """Those of the kernels of routed experts; None: they are priced as linear layers."""
+        return profile.experts(model.expert_quantization)
 
     def _set_met_experts(self, model: ModelSpec, bandwidth: float) -> None:
         """Seconds that reading all routed experts takes where they are linear layers like others."""

@@ -141,6 +141,17 @@ class Scenario:
         None, "stages that the layers of an engine lie on, each of --tp GPUs, with as many batches in flight",
         sparse=True,
     )  # fmt: skip
+    data_parallel_size: int | None = _count(
+        None, "ranks of an engine, each with its own scheduler and KV on --tp GPUs; of a model with experts they share "
+        "these and iterate together", most=MOST_ENGINES, sparse=True,
+    )  # fmt: skip
+    enable_expert_parallel: bool = _flag(
+        False, "whole experts lie on each GPU of an engine, instead of a share of every expert", sparse=True
+    )
+    expert_skew: float | None = _flag(
+        None, "how unlike experts are chosen: the i-th as often as 1/i^X, which is which drawn by --seed (default: 0, "
+        "all alike)", "X", least=0, sparse=True,
+    )  # fmt: skip
     replicas: int | None = _count(
         None, "engines behind --router, each with its own GPUs (default: 1)", most=MOST_ENGINES, sparse=True
     )
@@ -231,10 +242,16 @@ class Scenario:
 
     @property
     def num_engines(self) -> int:
-        """Engines of the run."""
+        """Schedulers of the run: data-parallel ranks are engines each."""
         if self.prefill_replicas is None:
-            return self.replicas or 1
+            return (self.replicas or 1) * (self.data_parallel_size or 1)
         return self.prefill_replicas + (self.decode_replicas or 0)
+
+    @property
+    def flag_of_engines(self) -> str:
+        """The flag that asks for several schedulers, where the run has them."""
+        names = ("data_parallel_size", "replicas")
+        return flag(next((name for name in names if (getattr(self, name) or 1) > 1), "prefill_replicas"))
 
     def of_pool(self, role: str) -> "Scenario":
         """As the engines that only prefill, or only decode, have it: `role` is their options' prefix."""
@@ -290,8 +307,9 @@ class OptionError(UserError):
         self.name = name
 
 
-OF_LAYOUTS = ("tp", "pipeline_parallel_size", "replicas", "router", "prefill_replicas", "decode_replicas", "prefill_tp")
-OF_LAYOUTS += ("decode_tp", "prefill_pipeline_parallel_size", "decode_pipeline_parallel_size")
+OF_LAYOUTS = ("tp", "pipeline_parallel_size", "data_parallel_size", "enable_expert_parallel", "replicas", "router")
+OF_LAYOUTS += ("prefill_replicas", "decode_replicas", "prefill_tp", "decode_tp")
+OF_LAYOUTS += ("prefill_pipeline_parallel_size", "decode_pipeline_parallel_size")
 """Options that say which engines there are, and on how many GPUs."""
 READING = (
     "time_unit",
@@ -332,12 +350,14 @@ def _check(scenario: Scenario) -> None:
         raise OptionError("closed_sessions", f"--workload {scenario.workload} has no sessions; give one that has")
     for f in fields(Scenario):
         _check_limits(f, getattr(scenario, f.name))
-    if scenario.router is not None and scenario.num_engines == 1:
+    if scenario.router is not None and scenario.prefill_replicas is None and (scenario.replicas or 1) == 1:
         raise OptionError(
             "router", f"{scenario.router} has one engine only to choose from; give --replicas of 2 or more"
         )
     if scenario.prefill_replicas is not None:
         _check_pools(scenario)
+    if scenario.expert_skew is not None and not scenario.enable_expert_parallel:
+        raise OptionError("expert_skew", "goes with --enable-expert-parallel, without which no GPU has whole experts")
     if not 0.0 < scenario.gpu_memory_utilization <= 1.0:
         value = scenario.gpu_memory_utilization
         raise OptionError("gpu_memory_utilization", f"{value} is not in (0, 1]; vLLM's default is 0.9")
@@ -367,6 +387,11 @@ def _takes(scenario: Scenario, option: str) -> bool:
 def _check_pools(scenario: Scenario) -> None:
     if scenario.replicas is not None:
         raise OptionError("replicas", f"{scenario.replicas} engines that do both go without pools; leave it out")
+    if scenario.data_parallel_size is not None:
+        raise OptionError(
+            "data_parallel_size", f"{scenario.data_parallel_size} ranks of an engine hand nothing over between pools; "
+            "leave out one of the two"
+        )  # fmt: skip
     if scenario.link_gbps is None:
         raise OptionError("link_gbps", "is missing: KV goes from prefill to decode engines; give the link's Gbit/s")
     if scenario.link_gbps == inf:

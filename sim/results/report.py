@@ -188,6 +188,7 @@ def deployment(result: Result) -> str:
     """Model with what is quantised of it, GPU and traffic in words."""
     scenario = result.scenario
     gpus = f"{scenario.tp} x {scenario.gpu}" if scenario.tp > 1 else scenario.gpu
+    gpus += " with expert parallelism" if scenario.enable_expert_parallel else ""
     weights = f" in {scenario.quantization}" if scenario.quantization else ""
     kv = f", KV in {scenario.kv_cache_dtype}," if scenario.kv_cache_dtype != "auto" else ""
     return f"{result.model_id}{weights}{kv} on {cluster_text(result)}{gpus}, {traffic(scenario)}"
@@ -202,6 +203,9 @@ def cluster_text(result: Result) -> str:
     if scenario.prefill_replicas:
         pools = f"{scenario.prefill_replicas} prefill and {scenario.decode_replicas} decode engines"
         return f"{pools}{router}, links of {scenario.link_gbps:g} Gbit/s, "
+    if ranks := scenario.data_parallel_size:
+        engines = len(result.engines) // ranks
+        return (f"{engines} engines{router} of " if engines > 1 else "") + f"{ranks} data-parallel ranks, each on "
     return f"{len(result.engines)} engines{router}, each on "
 
 

@@ -15,6 +15,7 @@ from sim.options.values import flag
 from sim.parts.options import idle_options
 from sim.parts.stage.hand_over_options import MixedPoolOptions
 from sim.results.metrics import Goodput
+from sim.specs.expert_layout import ExpertLayout
 from sim.specs.hardware import HardwareSpec, load_hardware
 from sim.specs.kv_format import KVGroups, hybrid_groups, kv_dtype, like_groups
 from sim.specs.memory import LEAST_FLASHINFER_CAPABILITY, kv_cache_blocks, state_block_size
@@ -26,6 +27,8 @@ from sim.topology import DEFAULT_ROUTER, parse_weights
 GIB = 1 << 30
 FORMS_WITH_ENGINE = ("roofline", "table")
 """Prices of other forms are all there is."""
+LOCKSTEP_BATCHINGS = ("unified", "extend-first")
+GPUS_OF_A_NODE = 8
 PIPELINED_BATCHINGS = ("vllm", "sarathi", "fastgen", "iteration-level")
 QUANTIZATIONS = {"fp8": "fp8", "modelopt_fp4": "nvfp4"}
 """vLLM's `--quantization`, and the format of weights that it is."""
@@ -55,12 +58,14 @@ class Setup:
     """Of the engines that decode, where others prefill."""
     pp: int = 1
     """Stages of an engine, each of `tp` GPUs; as many virtual engines have these limits each."""
+    experts: ExpertLayout | None = None
+    """Which GPUs share the routed experts, where that is not the tensor-parallel group."""
     warnings: list[str] = field(default_factory=list)
 
     def priced(self, profile: Profile, engine: EngineProfile | None) -> "Setup":
         """The same with other constants."""
         scenario = replace(self.scenario, tp=self.tp)
-        cost = _cost(self.model, self.hardware, profile, scenario, self.limits, self.pp, engine)
+        cost = _cost(self.model, self.hardware, profile, scenario, self.limits, self.pp, engine, self.experts)
         return replace(self, profile=profile, cost=cost, engine_profile=engine)
 
 
@@ -128,17 +133,18 @@ def _prepare(asked_for: Scenario, scenario: Scenario, label: str, policy: Policy
     warnings += idle_options((policy, *policy.mixed_options))
     warnings += _other_slos(policy, Goodput.parse(scenario.goodput))
     pp = _stages(asked_for, scenario, model, policy, label, role)
-    limits = _limits(scenario, model, hardware, policy, max_model_len, engine, pp, warnings)
+    experts = _experts(scenario, model, policy, label, pp, warnings)
+    limits = _limits(scenario, model, hardware, policy, max_model_len, engine, pp, experts, warnings)
     engine_profile = _engine_profile(scenario, hardware, profile, policy, pp)
     if pp > 1 and engine_profile is not None and engine_profile.host == "hidden":
         raise UserError(
             f"--engine-profile {engine_profile.name}: its host time is hidden behind the GPU, and the loop of "
             "pipelines (--pipeline-parallel-size) is serial; give one whose host is serial (vllm-v1)"
         )
-    cost = _cost(model, hardware, profile, scenario, limits, pp, engine_profile)
+    cost = _cost(model, hardware, profile, scenario, limits, pp, engine_profile, experts)
     return Setup(
         asked_for, policy, label, model, hardware, profile, limits, cost, engine_profile, scenario.tp, role,
-        pp=pp, warnings=warnings,
+        pp=pp, experts=experts, warnings=warnings,
     )  # fmt: skip
 
 
@@ -150,11 +156,13 @@ def _cost(
     limits: Limits,
     pp: int,
     engine: EngineProfile | None,
+    experts: ExpertLayout | None,
 ) -> CostModel:
     """Prices of an engine of `scenario.tp` times `pp` GPUs, with the graphs that it captures."""
     if engine is not None:
         engine = engine.sized(limits.max_num_seqs, scenario.max_cudagraph_capture_size)
-    return build_cost(model, hardware, profile, scenario.tp, limits.block_bytes * pp, scenario.cost_form, engine)
+    block_bytes = limits.block_bytes * pp
+    return build_cost(model, hardware, profile, scenario.tp, block_bytes, scenario.cost_form, engine, experts)
 
 
 def _with_told(scenario: Scenario, policy: Policy) -> Scenario:
@@ -240,6 +248,7 @@ def _limits(
     max_model_len: int,
     engine: EngineLimits,
     pp: int,
+    experts: ExpertLayout | None,
     warnings: list[str],
 ) -> Limits:
     """Pools as vLLM sizes them, of one of `pp` virtual engines, and the engine's limits."""
@@ -266,6 +275,7 @@ def _limits(
         num_gpu_blocks_override=scenario.num_gpu_blocks_override,
         groups=groups,
         pipeline_parallel_size=pp,
+        experts=experts,
     )
     host_blocks = scenario.num_cpu_blocks_override
     if host_blocks is None:
@@ -329,6 +339,36 @@ def _stages(asked_for: Scenario, scenario: Scenario, model: ModelSpec, policy: P
     if model.num_layers % stages:
         raise UserError(f"{where} do not divide the {model.num_layers} layers of {model.name}; give a divisor")
     return stages
+
+
+def _experts(
+    scenario: Scenario, model: ModelSpec, policy: Policy, label: str, pp: int, warnings: list[str]
+) -> ExpertLayout | None:
+    """Which GPUs share the routed experts; None where the tensor-parallel group does. UserError where none can."""
+    ranks, name = scenario.data_parallel_size or 1, flag("data_parallel_size")
+    if scenario.enable_expert_parallel and model.moe is None:
+        raise UserError(f"--enable-expert-parallel: {model.name} has no experts; leave it out")
+    if ranks > 1 and pp > 1:
+        raise UserError(f"{name}: {ranks} ranks of pipelines are not modelled; leave out --pipeline-parallel-size")
+    if model.moe is None or (ranks == 1 and not scenario.enable_expert_parallel):
+        return None
+    if ranks > 1 and policy.names["batching"] not in LOCKSTEP_BATCHINGS:
+        raise UserError(
+            f"{name}: ranks that share experts iterate together in vLLM v1 and SGLang, and {label} has "
+            f"batching={policy.names['batching']}; take vllm-v1 or sglang"
+        )
+    gpus = scenario.tp * ranks
+    if gpus == 1:
+        return None
+    assert model.moe
+    if scenario.enable_expert_parallel and gpus > model.moe.num_experts:
+        raise UserError(
+            f"--enable-expert-parallel: {gpus} GPUs are more than the {model.moe.num_experts} experts of {model.name}; "
+            "take fewer, or leave it out"
+        )
+    if ranks > 1 and gpus > GPUS_OF_A_NODE:
+        warnings.append(f"experts of {gpus} GPUs: what goes between nodes is priced as within one")
+    return ExpertLayout(scenario.tp, ranks, scenario.enable_expert_parallel, scenario.expert_skew or 0.0, scenario.seed)
 
 
 def _hides_host(scenario: Scenario) -> bool:

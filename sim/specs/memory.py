@@ -20,6 +20,7 @@ from math import ceil, lcm
 import msgspec
 
 from sim.errors import UserError
+from sim.specs.expert_layout import ExpertLayout
 from sim.specs.hardware import HardwareSpec
 from sim.specs.kv_format import KVGroups
 from sim.specs.model_spec import ModelSpec
@@ -50,13 +51,16 @@ class PoolSize(msgspec.Struct, frozen=True):
     """Bytes of one block on one GPU."""
 
 
-def activation_bytes(model: ModelSpec, tensor_parallel_size: int, max_num_batched_tokens: int) -> float:
+def activation_bytes(
+    model: ModelSpec, tensor_parallel_size: int, max_num_batched_tokens: int, experts: ExpertLayout | None = None
+) -> float:
     """Peak of the forward pass's tensors on one GPU, bytes: the larger of attention and MLP in one layer.
 
     Alive at the MLP's down projection: residual, input and output (h elements a token each), gate and up together
     and their product (3 f, split over the group; 2 f without a gate). At attention's output projection: residual,
     input and output, the projected queries, keys and values and the heads' result. Experts keep their inputs and
-    outputs once per token and activated expert. Layers that keep a state: what is between their projections.
+    outputs once per token and activated expert; data-parallel ranks gather those of all. Layers that keep a state:
+    what is between their projections.
     """
     tp, heads = tensor_parallel_size, model.num_heads + model.num_kv_heads
     matrices = 3 if model.gated_mlp else 2
@@ -66,21 +70,29 @@ def activation_bytes(model: ModelSpec, tensor_parallel_size: int, max_num_batche
         attention = max(attention, hidden + (model.gdn.conv_width + model.gdn.inner_width) / tp)
     mlp = hidden + matrices * model.intermediate_size / tp
     if model.moe:
-        per_expert = matrices * model.moe.moe_intermediate_size / tp + model.hidden_size
-        mlp = max(mlp, hidden + model.moe.experts_per_token * per_expert)
+        split, ranks = (tp, 1) if experts is None else (experts.width_split, experts.ranks)
+        per_expert = matrices * model.moe.moe_intermediate_size / split + model.hidden_size
+        mlp = max(mlp, hidden + ranks * model.moe.experts_per_token * per_expert)
     return max_num_batched_tokens * max(attention, mlp) * ACTIVATION_BYTES
 
 
-def peak_bytes(model: ModelSpec, tensor_parallel_size: int, max_num_batched_tokens: int, max_num_seqs: int) -> float:
+def peak_bytes(
+    model: ModelSpec,
+    tensor_parallel_size: int,
+    max_num_batched_tokens: int,
+    max_num_seqs: int,
+    experts: ExpertLayout | None = None,
+) -> float:
     """Estimated memory in use on one GPU after vLLM 0.5.5's profiling run, bytes."""
     rows = min(max_num_seqs, max_num_batched_tokens)
     working = max(
-        activation_bytes(model, tensor_parallel_size, max_num_batched_tokens),
+        activation_bytes(model, tensor_parallel_size, max_num_batched_tokens, experts),
         # The first GPU of the group gathers the whole vocabulary and samples.
         float(rows * model.vocab_size * SAMPLER_BYTES_PER_LOGIT),
     )
-    collective = COLLECTIVE_BYTES if tensor_parallel_size > 1 else 0.0
-    return model.weight_bytes(tensor_parallel_size) + working + RUNTIME_BYTES + collective
+    gpus = tensor_parallel_size if experts is None else experts.gpus
+    collective = COLLECTIVE_BYTES if gpus > 1 else 0.0
+    return model.weight_bytes(tensor_parallel_size, gpus) + working + RUNTIME_BYTES + collective
 
 
 def kv_cache_blocks(
@@ -96,6 +108,7 @@ def kv_cache_blocks(
     num_gpu_blocks_override: int | None = None,
     groups: KVGroups | None = None,
     pipeline_parallel_size: int = 1,
+    experts: ExpertLayout | None = None,
 ) -> PoolSize:
     """The KV pool of `pipeline_parallel_size` groups of `tensor_parallel_size` GPUs, with equal shares of the layers.
 
@@ -111,6 +124,7 @@ def kv_cache_blocks(
         num_gpu_blocks_override: that many GPU blocks, whatever would fit (vLLM: --num-gpu-blocks-override).
         groups: of layers that a block serves apart; a whole block has one block for each. None: all layers in one.
         pipeline_parallel_size: groups, the stages of a pipeline (vLLM: --pipeline-parallel-size).
+        experts: which GPUs share the routed experts; None: those of the group.
 
     Raises:
         UserError: an argument out of range, or not one block fits beside the weights.
@@ -129,9 +143,10 @@ def kv_cache_blocks(
     num_cpu_blocks = int(swap_space_bytes_per_gpu // block_bytes)
     if num_gpu_blocks_override is not None:
         return PoolSize(num_gpu_blocks_override, num_cpu_blocks, block_bytes)
-    peak = peak_bytes(model, tensor_parallel_size, max_num_batched_tokens, max_num_seqs)
-    weights = model.weight_bytes(tensor_parallel_size) / pipeline_parallel_size
-    peak += weights - model.weight_bytes(tensor_parallel_size)
+    peak = peak_bytes(model, tensor_parallel_size, max_num_batched_tokens, max_num_seqs, experts)
+    whole = model.weight_bytes(tensor_parallel_size, experts.gpus if experts else None)
+    weights = whole / pipeline_parallel_size
+    peak += weights - whole
     usable = gpu_memory_utilization * hardware.memory_bytes
     num_gpu_blocks = int((usable - peak) // block_bytes)
     if num_gpu_blocks < 1:

@@ -415,8 +415,11 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         """Bytes per GPU of one token's KV in all layers that keep it (kappa)."""
         return self.num_stored_layers * self.kv_bytes_per_token_layer(tp)
 
-    def weight_bytes(self, tp: int = 1) -> float:
-        """Bytes of weights per GPU: projections, experts and embeddings split, the rest replicated."""
+    def weight_bytes(self, tp: int = 1, expert_gpus: int | None = None) -> float:
+        """Bytes of weights per GPU: projections, experts and embeddings split, the rest replicated.
+
+        `expert_gpus` is how many share the routed experts, where that is not the group (data-parallel ranks share).
+        """
         self.check_tp(tp)
         kv_split = tp if self.mla else min(tp, self.num_kv_heads)
         attention = self._attention_query_output_weights / tp + self._attention_kv_weights / kv_split
@@ -433,6 +436,9 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         if self.moe:
             experts = self._expert_weights * self.expert_dtype_bytes + self._expert_biases * self.dtype_bytes
             total += self.moe.num_moe_layers * (experts / tp + self._router_params * self.dtype_bytes)
+            if expert_gpus is not None and expert_gpus != tp:
+                routed = self.routed_weight_bytes + self.moe.num_moe_layers * self._expert_biases * self.dtype_bytes
+                total += routed / expert_gpus - routed / tp
         return total + (self._embedding_params / tp + self.final_norm_params) * self.dtype_bytes
 
     @property

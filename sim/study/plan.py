@@ -82,7 +82,10 @@ def read_plan(given: Mapping[str, Any]) -> Asked:
         UserError: a value is none of its kind, no SLO is given, or what the objective needs is missing.
     """
     given = {name: value for name, value in given.items() if value is not None}
-    for name in set(OF_LAYOUTS) - {"tp"} & given.keys():
+    for name in ("data_parallel_size", "enable_expert_parallel"):
+        if given.get(name):
+            raise UserError(f"{flag(name)}: plan searches no such deployments; leave it out, and compare with `run`")
+    for name in set(OF_LAYOUTS) - {"tp", "enable_expert_parallel"} & given.keys():
         raise UserError(f"{flag(name)}: is what plan looks for; leave it out (--tp and --layouts narrow the search)")
     fixed: dict[str, Any] = {"model": Scenario.model} | {
         name: value for name, value in given.items() if name not in OWN

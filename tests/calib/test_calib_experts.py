@@ -229,7 +229,8 @@ SHIPPED = sorted(path.name.removesuffix(".csv.gz") for path in EXPERT_DATA.iterd
 def test_profiles_have_constants_of_experts_where_samples_of_them_ship():
     with_experts = [n for n in shipped_profiles() if EXPERT_NAMES & load_profile(n).constants.keys()]
     assert with_experts == SHIPPED
-    assert [f"{gpu}-imported" for gpu in ("a100-80g", "b200", "b300", "gb200", "h100", "h200", "l40s")] == SHIPPED
+    gpus = ("a100-80g", "b200", "b300", "gb200", "h100", "h200", "l40s", "rtx-pro-6000")
+    assert [f"{gpu}-imported" for gpu in gpus] == SHIPPED
 
 
 @pytest.mark.parametrize("name", [name for name in SHIPPED if not name.startswith(REFITTED)])
