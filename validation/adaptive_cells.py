@@ -10,22 +10,19 @@ second seed `adaptive` and vLLM run. Engines are as they are by default. What --
 """
 
 import argparse
-import csv
-import io
-from collections.abc import Collection, Mapping, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
 import numpy as np
 from msgspec import UNSET
+from resumed import read, run_missing, write
 from rich.progress import track
 
 from sim.bounds.goodput import goodput_bound
-from sim.files import write_atomically
 from sim.options.policies import parse_policy
 from sim.options.scenario import Scenario
 from sim.results.metrics import Goodput
@@ -134,7 +131,7 @@ def setup_of(cell: Cell, scenario: Scenario, policy: str) -> Setup:
     return setup if cell.link_gb_per_s is None else with_link(setup, cell.link_gb_per_s * 1e9)
 
 
-def rows(cell: Cell, num_prompts: int, wanted: Collection[str]) -> list[dict[str, object]]:
+def rows(num_prompts: int, cell: Cell, wanted: Sequence[str]) -> list[dict[str, object]]:
     """Simulate those policies of a cell; the bound is that of `adaptive`'s engine."""
     scenario = scenario_of(cell, num_prompts)
     requests = list(traffic(scenario))
@@ -201,25 +198,19 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=1)
     arguments = parser.parse_args()
     if arguments.table:
-        print(markdown(list(csv.DictReader(arguments.table.read_text().splitlines()))))
+        print(markdown(read(arguments.table)))
         return
     if arguments.bounds_only:
-        old = csv.DictReader(arguments.bounds_only.read_text().splitlines())
-        write(arguments.bounds_only, [with_bound(row) for row in track(list(old), description="bounds")])
+        old = read(arguments.bounds_only)
+        write(arguments.bounds_only, [with_bound(row) for row in track(old, description="bounds")])
         return
-    asked = [(cell, policy) for cell in cells() for policy in policies(cell)]
-    found: dict[tuple[Cell, str], Mapping[str, object]] = {}
-    if arguments.out.exists():
-        earlier = csv.DictReader(arguments.out.read_text().splitlines())
-        found = {(cell_of(row), row["policy"]): row for row in earlier}
-    with ProcessPoolExecutor(arguments.workers) as pool:
-        futures: dict[Future[list[dict[str, object]]], Cell] = {}
-        for cell in cells():
-            if wanted := [policy for policy in policies(cell) if (cell, policy) not in found]:
-                futures[pool.submit(rows, cell, arguments.num_prompts, wanted)] = cell
-        for future in track(as_completed(futures), description="cells", total=len(futures)):
-            found |= {(futures[future], str(row["policy"])): row for row in future.result()}
-            write(arguments.out, [found[key] for key in asked if key in found])
+    run_missing(
+        arguments.out,
+        {cell: policies(cell) for cell in cells()},
+        lambda row: (cell_of(row), row["policy"]),
+        partial(rows, arguments.num_prompts),
+        arguments.workers,
+    )
 
 
 def markdown(rows: list[dict[str, str]]) -> str:
@@ -249,15 +240,6 @@ def _table(loads: Mapping[tuple[str, ...], Mapping[str, Mapping[str, str]]]) -> 
         values += [f"{float(ours[name]):.0%}" for name in ("attainment", "attainment_of_longest_5_percent")]
         lines.append(f"| {' | '.join(values)} | {float(ours['p99_ttft_s']):.1f} |")
     return "\n".join(lines).replace("%", " %")
-
-
-def write(path: Path, rows: Sequence[Mapping[str, object]]) -> None:
-    """The table so far."""
-    text = io.StringIO(newline="")
-    table = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
-    table.writeheader()
-    table.writerows(rows)
-    write_atomically(path, lambda file: file.write(text.getvalue().encode()))
 
 
 if __name__ == "__main__":

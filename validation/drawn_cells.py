@@ -1,19 +1,24 @@
 """`adaptive` on cells that are drawn, not chosen: does goodput fall as load rises, and how near is it to the bound?
 
     python validation/drawn_cells.py --out docs/drawn-cells.csv --seeds 1000 1200   # goes on where it was stopped
+    python validation/drawn_cells.py --out docs/drawn-cells.csv --what ladder told  # these alone
     python validation/drawn_cells.py --table docs/drawn-cells.csv
 
 A seed draws a cell: model and GPU, lengths, burstiness, sessions, SLOs from tight to loose. Its knee is the rate whose
-requests take, by price, as long as they are apart; `adaptive` runs at `LADDER` times that. At one of these loads, drawn
-as well, run others, the certified bound is found (good requests of all that arrive), and `adaptive` runs with prices
-that are wrong behind its back: told that the GPU is slower or faster than it is. Rates are good requests over the time
-in which requests arrive.
+requests take, by price, as long as they are apart; `adaptive` runs at `LADDER` times that (`ladder`). At one of these
+loads, drawn as well, run
+
+- `others`: all other presets of one engine;
+- `thinned`: `vllm-v1` behind a gate that keeps a share of the requests at random, the best of those shares that make it
+  a lower load of the ladder;
+- `told`: `adaptive` with prices that are wrong behind its back: told that the GPU is slower or faster than it is;
+- `bound`: the certified bound, of good requests among all that arrive.
+
+Rates are good requests over the time in which requests arrive.
 """
 
 import argparse
-import csv
-import io
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from statistics import fmean
@@ -21,12 +26,11 @@ from typing import NamedTuple
 
 import numpy as np
 import simpy
-from rich.progress import track
+from resumed import read, run_missing
 
 from sim.bounds.goodput import goodput_bound
 from sim.clock.instance import Instance
 from sim.errors import UserError
-from sim.files import write_atomically
 from sim.options.policies import parse_policy
 from sim.options.scenario import Scenario
 from sim.results.metrics import Goodput
@@ -49,8 +53,13 @@ WORKLOADS = {"sharegpt": 0.3, "azure-conv-2023": 0.25, "uniform": 0.25, "session
 """And the probability of each."""
 LADDER = (0.6, 1.0, 1.5, 2.2, 3.0)
 """Loads, times the knee."""
-OTHERS = ("vllm-v1", "sarathi", "layerkv:predictor=bucket", "fastserve")
-TOLD = (1 / 1.2, 1.25)
+OTHERS = (
+    "vllm-v1", "sarathi", "fastgen", "layerkv:predictor=bucket", "fastserve", "vllm-recompute", "vllm-swap", "radix",
+    "sglang", "orca", "pensieve", "cachedattention", "hcache", "infercept", "batchllm", "ellm", "kvpr",
+)  # fmt: skip
+"""All presets of one engine."""
+THINNED = "vllm-v1, thinned"
+TOLD = (0.8333, 1.25)
 """How fast the GPU is taken to be, times what it is."""
 KNEE_SAMPLE = 300
 ARRIVALS_S, FEWEST, MOST = 40.0, 400, 1500
@@ -140,117 +149,135 @@ def run(true: Setup, told: Setup, requests: Sequence[Request]) -> SimulatedRun:
     return execute_all(SimulatedRun(engines=[parts], instances=[instance], env=env, serve=instance.serve))
 
 
-def good_of(cell: Cell, load: float, policy: str, speed: float = 1.0) -> tuple[int, int, float]:
-    """Good requests, all of them, and the seconds in which they arrive; `speed` as in `TOLD`."""
-    scenario = cell.scenario(load)
-    true, requests = setup_of(cell, scenario, policy), list(traffic(scenario))
-    told = true
-    if speed != 1.0:
-        told = setup_of(cell, replace(scenario, profile=f"{true.profile.name}:gpu_speed={speed}"), policy)
-    result = assemble(run(true, told, requests))
-    good = round((result.goodput_attainment or 0.0) * result.num_prompts)
-    return good, len(requests), requests[-1].arrival_s - requests[0].arrival_s
+class Name(NamedTuple):
+    """A run of a cell."""
+
+    policy: str
+    load: float = 0.0
+    """Of `LADDER`; 0: that of the cell."""
+    told_speed: float = 1.0
+    """As in `TOLD`."""
 
 
-def rows(cell: Cell, others: Sequence[str], told: Sequence[float], *, bound: bool) -> Iterator[dict[str, object]]:
-    """A row a run, and one of the bound."""
-    asked = [("adaptive", load, 1.0) for load in LADDER] + [("adaptive", cell.load, speed) for speed in told]
-    for policy, load, speed in [*asked, *((policy, cell.load, 1.0) for policy in others)]:
-        good, num, span_s = good_of(cell, load, policy, speed)
-        yield row(cell, load, policy, speed, good, num, span_s)
-    if bound:
-        scenario = cell.scenario(cell.load)
-        requests, setup = list(traffic(scenario)), setup_of(cell, scenario, "adaptive")
+WHAT: dict[str, tuple[Name, ...]] = {
+    "ladder": tuple(Name("adaptive", load) for load in LADDER),
+    "told": tuple(Name("adaptive", told_speed=speed) for speed in TOLD),
+    "others": tuple(map(Name, OTHERS)),
+    "thinned": (Name(THINNED),),
+    "bound": (Name("bound"),),
+}
+
+
+def name_of(row: Mapping[str, str]) -> tuple[int, Name]:
+    """Seed and run of a row."""
+    policy, speed = row["policy"], float(row["told_speed"])
+    is_ladder = policy == "adaptive" and speed == 1.0
+    return int(row["seed"]), Name(policy, float(row["load"]) if is_ladder else 0.0, speed)
+
+
+def good_of(cell: Cell, scenario: Scenario, requests: Sequence[Request], name: Name) -> float:
+    """Good requests of a run, or that the bound allows."""
+    if name.policy == "bound":
+        setup = setup_of(cell, scenario, "adaptive")
         found = goodput_bound(requests, setup.limits, setup.cost, Goodput.parse(scenario.goodput))
         assert found is not None
-        span_s = requests[-1].arrival_s - requests[0].arrival_s
-        yield row(cell, cell.load, "bound", 1.0, found.good_requests, len(requests), span_s)
+        return found.good_requests
+    if name.policy == THINNED:
+        draws = np.random.default_rng(cell.seed).random(len(requests))
+        shares = [load / cell.load for load in LADDER if load <= cell.load]
+        kept = [[one for one, draw in zip(requests, draws, strict=True) if draw < share] for share in shares]
+        return max(good_of(cell, scenario, some, Name("vllm-v1")) for some in kept)
+    told = true = setup_of(cell, scenario, name.policy)
+    if name.told_speed != 1.0:
+        profile = f"{true.profile.name}:gpu_speed={name.told_speed}"
+        told = setup_of(cell, replace(scenario, profile=profile), name.policy)
+    result = assemble(run(true, told, requests))
+    return round((result.goodput_attainment or 0.0) * result.num_prompts)
 
 
-def row(cell: Cell, load: float, what: str, speed: float, good: float, num: int, span_s: float) -> dict[str, object]:
-    """What the table has of one run."""
+def rows(seed: int, names: Sequence[Name]) -> list[dict[str, object]]:
+    """A row a run; without what a preset refuses. None where no engine can be built."""
+    try:
+        cell = drawn(seed)
+    except UserError as error:
+        print(f"seed {seed}: {error}")
+        return []
     of_cell = {name: "" if value is None else value for name, value in cell._asdict().items()}
-    measured = {"good": round(good, 1), "num_prompts": num, "good_per_s": round(good / span_s, 4)}
-    return of_cell | {"load": load, "policy": what, "told_speed": round(speed, 4)} | measured
+    found: list[dict[str, object]] = []
+    for name in names:
+        scenario = cell.scenario(name.load or cell.load)
+        requests = list(traffic(scenario))
+        try:
+            good: float | str = round(good_of(cell, scenario, requests, name), 1)
+        except UserError:
+            good = ""
+        span_s, num = requests[-1].arrival_s - requests[0].arrival_s, len(requests)
+        measured = {"good": good, "num_prompts": num, "good_per_s": "" if good == "" else round(good / span_s, 4)}
+        which = {"load": name.load or cell.load, "policy": name.policy, "told_speed": name.told_speed}
+        found.append(of_cell | which | measured)
+    return found
 
 
 def main() -> None:
     """Run the cells, or sum up those that ran."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--out", type=Path, help="CSV to write")
-    what.add_argument("--table", type=Path, help="CSV to sum up")
+    where = parser.add_mutually_exclusive_group(required=True)
+    where.add_argument("--out", type=Path, help="CSV to write")
+    where.add_argument("--table", type=Path, nargs="+", help="CSVs to sum up")
     parser.add_argument("--seeds", type=int, nargs=2, default=(1000, 1200), metavar=("FIRST", "BEYOND"))
-    parser.add_argument("--ladder-only", action="store_true", help="adaptive alone, with right prices")
-    parser.add_argument("--no-others", action="store_true", help="no other presets")
+    parser.add_argument("--what", nargs="+", choices=list(WHAT), default=list(WHAT))
+    parser.add_argument("--workers", type=int, default=1)
     arguments = parser.parse_args()
     if arguments.table:
-        print(summary(read(arguments.table)))
+        print(summary([row for path in arguments.table for row in read(path)]))
         return
-    found = read(arguments.out) if arguments.out.exists() else []
-    done = {int(one["seed"]) for one in found}
-    ladder_only = arguments.ladder_only
-    others, told = () if ladder_only or arguments.no_others else OTHERS, () if ladder_only else TOLD
-    for seed in track([one for one in range(*arguments.seeds) if one not in done], description="cells"):
-        try:
-            cell = drawn(seed)
-        except UserError as error:
-            print(f"seed {seed}: {error}")
-            continue
-        found += [
-            {name: str(value) for name, value in one.items()} for one in rows(cell, others, told, bound=not ladder_only)
-        ]
-        write(arguments.out, found)
+    names = [name for what in arguments.what for name in WHAT[what]]
+    run_missing(arguments.out, dict.fromkeys(range(*arguments.seeds), names), name_of, rows, arguments.workers)
 
 
-def read(path: Path) -> list[dict[str, str]]:
-    """The rows of a CSV."""
-    return list(csv.DictReader(path.read_text().splitlines()))
-
-
-def write(path: Path, found: Sequence[dict[str, str]]) -> None:
-    """The table so far."""
-    text = io.StringIO(newline="")
-    table = csv.DictWriter(text, list(found[0]), lineterminator="\n")
-    table.writeheader()
-    table.writerows(found)
-    write_atomically(path, lambda file: file.write(text.getvalue().encode()))
-
-
-def summary(found: Sequence[dict[str, str]]) -> str:
+def summary(found: Sequence[Mapping[str, str]]) -> str:
     """Distributions over cells: what remains of the most at smaller loads, shares of others, what wrong prices cost."""
-    cells: dict[str, dict[tuple[str, float, float], float]] = {}
-    for one in found:
-        key = one["policy"], float(one["load"]), float(one["told_speed"])
-        cells.setdefault(one["seed"], {})[key] = float(one["good_per_s"])
+    cells: dict[int, dict[Name, float]] = {}
+    loads: dict[int, tuple[float, int]] = {}
+    for row in found:
+        seed, name = name_of(row)
+        if row["good"]:
+            cells.setdefault(seed, {})[name] = float(row["good_per_s"])
+        if name.load == 0.0:
+            loads[seed] = float(row["load"]), int(row["num_prompts"])
     named: dict[str, list[float]] = {}
+    behind: list[str] = []
 
     def add(name: str, ours: float, theirs: float) -> None:
         named.setdefault(name, []).append(ours / theirs if theirs > 0.0 else 1.0)
 
-    for good in cells.values():
-        ladder = [good["adaptive", load, 1.0] for load in LADDER]
-        worst = min(range(1, len(LADDER)), key=lambda place: ladder[place] / max(ladder[: place + 1]))
-        add("of the most at any smaller load, where that is least", ladder[worst], max(ladder[: worst + 1]))
-        for (policy, load, speed), theirs in good.items():
-            ours = good["adaptive", load, 1.0]
-            if speed != 1.0:
-                add(f"with a GPU taken to be {speed:.3g} times as fast", theirs, ours)
-            elif policy == "bound":
-                add("of the bound", ours, theirs)
-        known = [
-            value for (policy, _, speed), value in good.items() if policy not in ("adaptive", "bound") and speed == 1.0
-        ]
+    for seed, good in cells.items():
+        ladder = [good[name] for name in WHAT["ladder"] if name in good]
+        if len(ladder) == len(LADDER):
+            worst = min(range(1, len(LADDER)), key=lambda place: ladder[place] / max(ladder[: place + 1]))
+            add("of the most at any smaller load, where that is least", ladder[worst], max(ladder[: worst + 1]))
+        ours = good.get(Name("adaptive", loads[seed][0])) if seed in loads else None
+        if ours is None:
+            continue
+        for title, name in (("of the bound", Name("bound")), (f"of `{THINNED}`", Name(THINNED))):
+            if name in good:
+                add(title, ours, good[name])
+        known = {good[name]: name.policy for name in WHAT["others"] if name in good}
         if known:
-            load = next(load for policy, load, _ in good if policy == "bound")
-            add("of the best other", good["adaptive", load, 1.0], max(known))
+            best = max(known)
+            add("of the best other", ours, best)
+            if ours < 0.98 * best:
+                behind.append(f"- seed {seed}, {loads[seed][0]:g} times the knee: {ours / best:.1%} of {known[best]}")
+        for name in WHAT["told"]:
+            if name in good:
+                add(f"with a GPU taken to be {name.told_speed:.3g} times as fast", good[name], ours)
     lines = [f"{len(cells)} cells", "", "| share | cells | least | 5th percentile | median | 97 % or more |"]
     lines.append("|---|--:|--:|--:|--:|--:|")
     for name, values in named.items():
         few, half = np.quantile(values, (0.05, 0.5))
         enough = fmean(value >= 0.97 for value in values)
         lines.append(f"| {name} | {len(values)} | {min(values):.1%} | {few:.1%} | {half:.1%} | {enough:.0%} |")
-    return "\n".join(lines).replace("%", " %").replace("  %", " %")
+    return "\n".join([*lines, "", *behind]).replace("%", " %").replace("  %", " %")
 
 
 if __name__ == "__main__":
