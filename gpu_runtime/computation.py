@@ -14,6 +14,7 @@ from gpu_runtime.model import backend
 from gpu_runtime.model.decode_graph import Capture, DecodeGraph
 from gpu_runtime.pass_members import BlockTables
 from gpu_runtime.token_ids import TokenIds
+from gpu_runtime.tokens_in_flight import TokensInFlight
 from sim.engine.changes import Direction
 from sim.engine.plan import IterationPlan, PrefillChunk
 from sim.engine.sequence import Sequence
@@ -27,8 +28,8 @@ Choose = Callable[[Tensor, abc.Sequence[Sequence], abc.Sequence[int]], Tensor]
 class Computation:
     """Computes on the blocks of `memory`; copies that outlive an iteration go to `transfers`.
 
-    `choose` makes tokens [n] of logits [n, V], told whose they are and where in their sequences. `emit` hears whose
-    tokens were chosen, [n], and which, [n]; without sequences there is nothing to read.
+    `choose` makes tokens [n] of logits [n, V], told whose they are and where in their sequences. `in_flight` hears whose
+    tokens are chosen, and which; it knows those that the iteration before chooses.
     """
 
     def __init__(
@@ -37,11 +38,11 @@ class Computation:
         transfers: Transfers,
         tokens: TokenIds,
         choose: Choose,
-        emit: Callable[[abc.Sequence[Sequence], Tensor], None],
+        in_flight: TokensInFlight,
     ) -> None:
         self.tables = BlockTables(memory.placement)
-        self._memory, self._transfers, self._tokens, self._emit = memory, transfers, tokens, emit
-        self._choose = choose
+        self._memory, self._transfers, self._tokens = memory, transfers, tokens
+        self._choose, self._in_flight = choose, in_flight
         self._caches_prefixes = memory.scheduler.memory.caches_prefixes
         self._done = Executed()
         self._graph: DecodeGraph | None = None
@@ -90,8 +91,7 @@ class Computation:
     ) -> None:
         """A sequence that could not be computed: it fails, and the token that the engine counts is a filler."""
         sampled = [seq for seq, new, cached, _ in chunks if cached + new == seq.num_tokens]
-        for seq in [*sampled, *(seq for seq, _ in decodes)]:
-            self._tokens.append(seq, 0)
+        self._in_flight.give_up([*sampled, *(seq for seq, _ in decodes)])
         self._done.num_decodes += len(decodes)
         for seq in [*(chunk.seq for chunk in chunks), *(seq for seq, _ in decodes)]:
             self._memory.fail(seq, reason)
@@ -109,10 +109,11 @@ class Computation:
         spans += [(seq, num_tokens - 1, num_tokens) for seq, num_tokens in decodes]
         if self._caches_prefixes:
             spans = self._memory.placement.prefixes.to_compute(spans)
+        work.late = self._in_flight.late()
         for seq, first, end in spans[: len(chunks)]:
             work.add_chunk(seq, end - first, first, self._tokens.of(seq))
         for seq, first, end in spans[len(chunks) :]:
-            work.add_decode(seq, end, self._tokens.of(seq), end - first)
+            work.add_decode(seq, end, self._tokens.of(seq), end - first, self._in_flight.place(seq))
         try:
             logits = work.run(self._memory.decoder, self._memory.gpu, self.tables, self._graph)
             chosen = self._choose(logits, work.sampled, work.sampled_positions)
@@ -125,10 +126,7 @@ class Computation:
             self._note_loads(work)
         self._finish_copies(plan, work)
         self._done.num_decodes += len(decodes)
-        self._emit(work.sampled, chosen)
-        if not work.sampled:
-            # Tokens are waited for; where there are none the iteration would seem to end with its launches.
-            backend.finish(self._memory.device)
+        self._in_flight.chose(work.sampled, chosen)
         work.release()
 
     def _note_loads(self, work: LayerPass) -> None:
@@ -146,12 +144,17 @@ class Computation:
         rows = self.tables.resident(seqs)
         if rows is None:
             return False
-        tokens = [self._tokens.of(seq)[length - 1] for seq, length in decodes]
-        chosen = self._choose(graph.run(tokens, lengths, rows), seqs, lengths)
+        tokens, late = [], self._in_flight.late()
+        for row, (seq, length) in enumerate(decodes):
+            place = self._in_flight.place(seq)
+            tokens.append(self._tokens.of(seq)[length - 1] if place is None else 0)
+            if place is not None and late is not None:
+                late.add(row, place)
+        chosen = self._choose(graph.run(tokens, lengths, rows, late=late), seqs, lengths)
         if self._caches_prefixes:
             self._memory.placement.prefixes.computed([(seq, length - 1, length) for seq, length in decodes])
         self._done.num_decodes += len(decodes)
-        self._emit(seqs, chosen)
+        self._in_flight.chose(seqs, chosen)
         return True
 
     def _finish_copies(self, plan: IterationPlan, work: LayerPass) -> None:

@@ -24,6 +24,7 @@ from gpu_runtime.model.decode_graph import Capture
 from gpu_runtime.model.decoder import greedy
 from gpu_runtime.model.sampling import Sampling, choose
 from gpu_runtime.token_ids import TokenIds
+from gpu_runtime.tokens_in_flight import TokensInFlight
 from gpu_runtime.warm_up import run_copies, run_kernels, run_sampling
 from sim.engine.changes import Append, Move
 from sim.engine.plan import IterationPlan, StepTimes
@@ -71,8 +72,9 @@ class TorchDevice:
         """None: each token is the likeliest."""
         names_blocks = self.scheduler.memory.caches_prefixes
         self.tokens = TokenIds(BlockHashes(self.scheduler.limits.block_size) if names_blocks else None)
+        self._in_flight = TokensInFlight(memory.device)
         self._transfers = Transfers(memory.placement, memory.copies)
-        self._computation = Computation(memory, self._transfers, self.tokens, self._choose, self._emit)
+        self._computation = Computation(memory, self._transfers, self.tokens, self._choose, self._in_flight)
         self.executed = Executed()
         """What the last iteration copied."""
         self._graph_batch_sizes, self._capture = graph_batch_sizes, capture
@@ -130,6 +132,12 @@ class TorchDevice:
     # -- one iteration -------------------------------------------------------------------------------------------
 
     def execute(self, plan: IterationPlan) -> StepTimes:
+        self.launch(plan)
+        end_s = self.collect()
+        return StepTimes(1, end_s, 0.0, 0.0, end_s, 1)
+
+    def launch(self, plan: IterationPlan) -> None:
+        self._in_flight.begin()
         done = self.executed = Executed()
         num_tokens_of, placement = self.scheduler.batch.num_tokens_of, self.memory.placement
         copies, inputs, uncached = self.memory.copies, self.memory.inputs, self.memory.uncached
@@ -157,8 +165,17 @@ class TorchDevice:
             self._computation.run(plan, decodes, done)
             if uncached is not None:
                 uncached.end()
-        end_s = self.now_s()
-        return StepTimes(1, end_s, 0.0, 0.0, end_s, 1)
+        self._in_flight.launched()
+
+    def collect(self) -> float:
+        for seq, token, is_computed in self._in_flight.land():
+            if seq not in self.tokens:
+                # It has ended since: nobody waits for the token.
+                continue
+            self.tokens.append(seq, token)
+            if is_computed and self.on_token is not None:
+                self.on_token(seq, token, self.now_s())
+        return self.now_s()
 
     def _restore(self, copy: StateRestore) -> None:
         """Bring KV back from states, as far as there is memory."""
@@ -182,12 +199,6 @@ class TorchDevice:
         if self.sampling_of is None or not seqs:
             return greedy(logits)
         return choose(logits, [self.sampling_of(seq.request) for seq in seqs], positions)
-
-    def _emit(self, seqs: Seq[Sequence], chosen: Tensor) -> None:
-        for seq, token in zip(seqs, chosen.tolist() if seqs else (), strict=True):
-            self.tokens.append(seq, token)
-            if self.on_token is not None:
-                self.on_token(seq, token, self.now_s())
 
     def forget(self, seq: Sequence) -> None:
         self.tokens.forget(seq)

@@ -4,10 +4,12 @@ The loop is the simulator's: deliver what has arrived, report copies that have e
 here knows torch; the device does the work and says when tokens came.
 """
 
+from collections import deque
 from collections.abc import Callable
 from math import inf
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
+from gpu_runtime.token_times import TokenTimes
 from sim.clock.arrivals import TIE_S, end_time_s
 from sim.engine.changes import Move
 from sim.engine.engine import Engine
@@ -34,6 +36,14 @@ class Device(Protocol):
 
     def execute(self, plan: IterationPlan) -> StepTimes:
         """Carry out one iteration of a plan, starting its copies; returns when its tokens are there."""
+        ...
+
+    def launch(self, plan: IterationPlan) -> None:
+        """Queue one iteration of a plan behind those launched before; what they choose, it reads on the device."""
+        ...
+
+    def collect(self) -> float:
+        """Wait for the tokens of the oldest iteration launched; when they came, s."""
         ...
 
     def ended_transfers(self) -> list[Move]:
@@ -75,6 +85,17 @@ Observer = Callable[[IterationPlan, float, StepTimes], None]
 """Hears of every plan, when it was decided and when its tokens came, before it is committed."""
 
 
+class Flight(NamedTuple):
+    """An iteration that was launched and counted, and whose tokens have not come."""
+
+    plan: IterationPlan
+    launched_s: float
+    sampled: list[Sequence]
+    """Sequences that take a token."""
+    ended: list[Sequence]
+    """Whose last tokens these are."""
+
+
 class LiveInstance:
     """One engine on the real clock."""
 
@@ -96,11 +117,15 @@ class LiveInstance:
         self.engine, self.device, self.inbox = engine, device, inbox
         self.observer, self.is_open = observer, is_open
         self.iterations = 0
+        self._flying: deque[Flight] = deque()
+        self._times: TokenTimes | None = None
         self._log_end = engine.on_end
         engine.on_end = self._end
 
     def _end(self, seq: Sequence) -> None:
         self.device.forget(seq)
+        if self._times is not None:
+            self._times.forget(seq)
         self._log_end(seq)
         if self._ended is not None:
             self._ended(seq.request, end_time_s(seq, self.engine.scheduler.now_s))
@@ -110,6 +135,67 @@ class LiveInstance:
 
     def serve(self) -> None:
         """Serve until every request has ended and no more can come."""
+        if self.engine.schedules_ahead:
+            self._serve_ahead()
+        else:
+            self._serve_in_series()
+        if self.engine.has_unfinished:
+            raise InvariantError(f"the engine stands still at {self.device.now_s()} s with requests unfinished")
+        self._release_last()
+
+    def stop(self, seq: Sequence, output_tokens: int, now_s: float) -> None:
+        """The `output_tokens`-th token of `seq`, which the device has just told of, is its last."""
+        if self._times is None:
+            self.engine.truncate(seq, output_tokens)
+            return
+        self._times.came((seq,), (), now_s)
+        for flight in self._flying:
+            if seq in flight.ended:
+                flight.ended.remove(seq)
+        self.engine.stop(seq, output_tokens, now_s)
+
+    def _serve_ahead(self) -> None:
+        """Two iterations in flight, as `sim.clock.instance` has them: while one runs, the next is scheduled.
+
+        An iteration is counted when it is launched, and heard of by all others when its tokens have come.
+        """
+        engine, device, inbox, flying = self.engine, self.device, self.inbox, self._flying
+        times = self._times = TokenTimes(engine.scheduler)
+        ended_s = 0.0
+        while True:
+            now_s = device.now_s()
+            inbox.deliver(now_s + TIE_S, self._add)
+            self._report_failures()
+            plan = engine.schedule(now_s)
+            if plan is not None:
+                # What is in the batch changes before the tokens come.
+                plan.decodes = tuple(plan.decodes)
+                sampled = [seq for seq, new, cached, _ in plan.chunks if cached + new == seq.num_tokens]
+                sampled += plan.decodes
+                device.launch(plan)
+                self._report_failures()
+                ended = engine.commit_ahead(plan, StepTimes(1, now_s, 0.0, 0.0, now_s, 1))
+                flying.append(Flight(plan, now_s, sampled, ended))
+            if plan is None or len(flying) == 2:
+                if flying:
+                    done = flying[0]
+                    start_s, ended_s = max(done.launched_s, ended_s), device.collect()
+                    flying.popleft()
+                    times.came(done.sampled, done.ended, ended_s)
+                    for seq, keys in device.named_blocks():
+                        engine.name_blocks(seq, keys)
+                    self.iterations += 1
+                    if self.observer is not None:
+                        self.observer(done.plan, start_s, StepTimes(1, ended_s, 0.0, 0.0, ended_s, 1))
+                    engine.deliver(done.ended)
+                    continue
+                next_s = min(inbox.next_s, engine.wakes_s)
+                if next_s == inf and not self.is_open():
+                    return
+                device.wait(next_s)
+
+    def _serve_in_series(self) -> None:
+        """Decide, carry out, count: one iteration at a time."""
         engine, device, inbox = self.engine, self.device, self.inbox
         while True:
             now_s = device.now_s()
@@ -132,9 +218,6 @@ class LiveInstance:
             if self.observer is not None:
                 self.observer(plan, now_s, times)
             engine.commit(plan, times)
-        if engine.has_unfinished:
-            raise InvariantError(f"the engine stands still at {device.now_s()} s with requests unfinished")
-        self._release_last()
 
     def _release_last(self) -> None:
         """What ended last has given its blocks back since the last plan."""

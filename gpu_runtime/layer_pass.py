@@ -22,6 +22,7 @@ from gpu_runtime.model.decode_graph import DecodeGraph
 from gpu_runtime.model.decoder import Decoder
 from gpu_runtime.pass_members import BlockTables, Member
 from gpu_runtime.to_device import to_device
+from gpu_runtime.tokens_in_flight import LateTokens
 from sim.engine.changes import Direction
 from sim.engine.layers import SEND_BUFFER_LAYERS
 from sim.engine.sequence import Sequence
@@ -49,6 +50,8 @@ class LayerPass:
         # By layer, the copy from the host's cache.
         self._loaded: set[int] = set()
         # The blocks that they fill.
+        self.late: LateTokens | None = None
+        """Where some of the tokens are chosen by an iteration that still runs."""
         self.spoilt: list[tuple[Sequence, set[int]]] = []
         """Sequences that have computed on blocks that a copy failed to fill, and these."""
 
@@ -75,8 +78,13 @@ class LayerPass:
         self._token_ids += tokens[cached : cached + num_new]
         self._add(seq, num_new, cached, self._placement.held[seq].slots)
 
-    def add_decode(self, seq: Sequence, num_tokens: int, tokens: abc.Sequence[int], num_new: int = 1) -> None:
-        """A member that computes the last of its context's `num_tokens` tokens, `num_new` where others lack KV."""
+    def add_decode(
+        self, seq: Sequence, num_tokens: int, tokens: abc.Sequence[int], num_new: int = 1, late: int | None = None
+    ) -> None:
+        """A member that computes the last of its context's `num_tokens` tokens, `num_new` where others lack KV.
+
+        The last one is not among `tokens` where it is `late`: its place there.
+        """
         self._only_decodes = self._only_decodes and num_new == 1
         cached = num_tokens - num_new
         blocks = self._placement.blocks_for(num_tokens)
@@ -90,6 +98,9 @@ class LayerPass:
         self._borrowed += slots
         self._sampled.append(len(self.members))
         self._token_ids += tokens[cached:num_tokens]
+        if late is not None and self.late is not None:
+            self.late.add(len(self._token_ids), late)
+            self._token_ids.append(0)
         self._add(seq, num_new, cached, slots)
 
     def _add(self, seq: Sequence, num_new: int, cached: int, slots: list[list[int]]) -> None:
@@ -113,11 +124,13 @@ class LayerPass:
                     {"before_layer": self._before_layer, "after_layer": self._after_layer} if self._moving else {}
                 )
                 rows = [tables.rows(member) for member in self.members]
-                return graph.run(self._token_ids, lengths, rows, **between)
+                return graph.run(self._token_ids, lengths, rows, late=self.late, **between)
         num_new, cached = [member.num_new for member in self.members], [member.cached for member in self.members]
         device = pool.device
         batch = AttentionBatch.build(num_new, cached, tables.of(self.members), pool.block_tokens, device)
         token_ids = to_device(self._token_ids, device)
+        if self.late is not None:
+            self.late.fill(token_ids)
         return decoder.forward(
             token_ids,
             batch,

@@ -29,6 +29,10 @@ class TokenIds:
         """How many sequences have been computed and not forgotten."""
         return len(self._tokens)
 
+    def __contains__(self, seq: Sequence) -> bool:
+        """Whether a sequence has been computed and not forgotten."""
+        return seq in self._tokens
+
     def arrived(self, request: Request, prompt: list[int]) -> Request:
         """The request, with the names of its prompt's blocks where prefixes are cached."""
         self._prompts[request.request_id] = prompt

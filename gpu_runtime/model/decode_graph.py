@@ -12,6 +12,7 @@ from gpu_runtime.kv.pool import KVPool
 from gpu_runtime.model.attention_batch import NOWHERE, AttentionBatch
 from gpu_runtime.model.decoder import Decoder
 from gpu_runtime.model.kernels import PlanDecodes
+from gpu_runtime.tokens_in_flight import LateTokens
 
 Capture = Callable[[Callable[[], object]], Callable[[], object]]
 """Makes of a computation on tensors that stay where they are one that repeats it with what is in them then."""
@@ -172,6 +173,7 @@ class DecodeGraph:
         seq_lens: Sequence[int],
         tables: Sequence[np.ndarray],
         *,
+        late: LateTokens | None = None,
         before_layer: Between | None = None,
         after_layer: Between | None = None,
     ) -> Tensor:
@@ -182,6 +184,7 @@ class DecodeGraph:
             seq_lens: [B] its tokens, that one included.
             tables: for each sequence its block ids [groups, blocks], int32; an array seen in the run before at the
                 same place is taken to be unchanged.
+            late: which tokens are chosen by an iteration that still runs; they are fillers in `tokens`.
             before_layer, after_layer: act around layers; `by_layer` graphs only.
 
         Raises:
@@ -198,6 +201,8 @@ class DecodeGraph:
         size = self.size_of(count)
         used = self._stage(self._on_host[size], tokens, seq_lens, tables)
         self._buffer[:used].copy_(self._staged[:used], non_blocking=True)
+        if late is not None:
+            late.fill(self._buffer[:size])
         plan = self._plans[size]
         if plan is not None:
             plan(self._on_host[size].seq_lens.numpy(), self._on_host[size].tables.numpy()[:, 0])

@@ -214,12 +214,14 @@ class EngineThread:
 
     def _take_token(self, seq: Sequence, token: int, time_s: float) -> None:
         ticket = self._open[seq.request.request_id]
+        count = 0
         if token in ticket.stop:
-            count = self.scheduler.num_generated_of(seq) + 1
+            count = len(self.device.tokens.of(seq)) - seq.request.prompt_tokens
             if count >= ticket.min_tokens:
-                self.engine.truncate(seq, count)
                 ticket.stopped = True
         self._fresh.append((ticket, Token(token, ticket.stopped), time_s))
+        if ticket.stopped:
+            self.instance.stop(seq, count, time_s)
 
     def _observe(self, plan: IterationPlan, start_s: float, times: StepTimes) -> None:
         self._send()

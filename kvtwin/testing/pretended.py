@@ -3,6 +3,7 @@
 With it the two clocks can be held together, decision for decision; torch is not needed.
 """
 
+from collections import deque
 from collections.abc import Iterable
 from heapq import heappop, heappush
 
@@ -25,9 +26,12 @@ class PretendedDevice:
         self.clock_s = 0.0
         self._pending: list[tuple[float, int, Move]] = []
         self._count = 0
+        self._lanes = Lanes()
+        self._flying: deque[float] = deque()
+        self._free_s = 0.0
         self._pricer = Pricer(
             machine.cost,
-            Lanes(),
+            self._lanes,
             self._finish_at,
             layers=machine.model.num_layers,
             num_groups=scheduler.memory.num_groups,
@@ -56,6 +60,19 @@ class PretendedDevice:
         times = self._pricer.step(plan, self.clock_s)
         self.clock_s = times.end_s
         return times
+
+    def launch(self, plan: IterationPlan) -> None:
+        """Begin an iteration, when the one before has ended; only its host time passes."""
+        times = self._pricer.step(plan, max(self.clock_s, self._free_s))
+        self._free_s = times.end_s
+        self._flying.append(times.end_s)
+        self.clock_s = max(self.clock_s, self._lanes.host.free_s)
+
+    def collect(self) -> float:
+        """Let time pass until the oldest has ended."""
+        end_s = self._flying.popleft()
+        self.clock_s = max(self.clock_s, end_s)
+        return end_s
 
     def ended_transfers(self) -> list[Move]:
         """Copies whose time has come."""

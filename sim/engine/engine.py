@@ -93,6 +93,15 @@ class Engine:
         """Event: the `output_tokens`-th token of `seq`, yet to be committed or computed, is its last."""
         self.scheduler.truncate(seq, output_tokens)
 
+    def stop(self, seq: Sequence, output_tokens: int, now_s: float) -> None:
+        """Event: the `output_tokens`-th token of `seq`, which came at `now_s`, was its last (scheduled ahead).
+
+        Tokens of it that are in flight are dropped. It must not be among those that `deliver` hears of.
+        """
+        self.scheduler.stop(seq, output_tokens, now_s)
+        if self._ended:
+            self._report_ended()
+
     def cancel(self, seq: Sequence) -> None:
         """Event: the client of `seq` has left. Its memory is free after its next token at the latest."""
         self.scheduler.cancel(seq)

@@ -315,6 +315,23 @@ class Scheduler:
         else:
             seq.output_tokens = output_tokens
 
+    def stop(self, seq: Sequence, output_tokens: int, now_s: float) -> None:
+        """`seq` has ended at `now_s` with its `output_tokens`-th token, though it may have been scheduled beyond."""
+        is_out = False
+        if seq in self.batch.members:
+            self.take_out(seq)
+        elif seq in self.last_in_flight:
+            del self.last_in_flight[seq]
+        else:
+            # Preempted with the token in flight.
+            is_out = self.order.remove(seq)
+        seq.num_generated = seq.output_tokens = output_tokens
+        if is_out:
+            self.memory.forget(seq)
+            self._finish(seq, now_s)
+        else:
+            self.end(seq, now_s)
+
     def cancel(self, seq: Sequence) -> None:
         """The client of `seq` has left: it leaves the queue, or ends with its next token (a tool answers first)."""
         if seq.status in (Status.FINISHED, Status.IGNORED):

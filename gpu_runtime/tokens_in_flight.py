@@ -1,0 +1,109 @@
+"""`TokensInFlight`: tokens that have been chosen on the device and that the host has yet to read, by iteration.
+
+The host launches an iteration while the one before it runs. What that one chooses stays on the device and is put where
+the next one reads its tokens (`LateTokens`), so that neither waits for the host.
+"""
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from gpu_runtime.model import backend
+from gpu_runtime.to_device import to_device
+from sim.engine.sequence import Sequence as Seq
+
+
+class LateTokens:
+    """Which of an iteration's tokens are those that the iteration before it has chosen."""
+
+    def __init__(self, chosen: Tensor) -> None:
+        """`chosen` [n] by the iteration before, on the device."""
+        self._chosen = chosen
+        self._rows: list[int] = []
+        self._places: list[int] = []
+
+    def add(self, row: int, place: int) -> None:
+        """Token `row` is the one that was chosen at `place`."""
+        self._rows.append(row)
+        self._places.append(place)
+
+    def fill(self, token_ids: Tensor) -> None:
+        """Put them among an iteration's `token_ids` [N], whose entry there is a filler; without waiting for them."""
+        if self._rows:
+            rows, places = (to_device(part, token_ids.device) for part in (self._rows, self._places))
+            token_ids.index_copy_(0, rows, self._chosen.index_select(0, places).to(token_ids.dtype))
+
+
+@dataclass(eq=False)
+class Flight:
+    """One iteration: whose tokens it chooses, in order, and where these are."""
+
+    seqs: list[Seq] = field(default_factory=list)
+    parts: list[Tensor] = field(default_factory=list)
+    failed: list[Seq] = field(default_factory=list)
+    """Sequences that it could not compute: each takes a filler."""
+    chosen: Tensor | None = None
+    """[len(seqs)], on the device; None without any."""
+    read: Tensor | None = None
+    """The same on the host, once `ended` is over."""
+    ended: torch.cuda.Event | None = None
+
+
+class TokensInFlight:
+    """Iterations launched on one device, the oldest first."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._flying: deque[Flight] = deque()
+        self._current = Flight()
+        self._places: dict[Seq, int] = {}
+
+    def begin(self) -> None:
+        """An iteration is about to be launched."""
+        self._current = Flight()
+        latest = self._flying[-1] if self._flying else Flight()
+        self._places = {seq: place for place, seq in enumerate(latest.seqs)}
+
+    def chose(self, seqs: Sequence[Seq], chosen: Tensor) -> None:
+        """It chooses `chosen` [n], on the device, for these sequences; nothing where there are none."""
+        if seqs:
+            self._current.seqs += seqs
+            self._current.parts.append(chosen)
+
+    def give_up(self, seqs: Sequence[Seq]) -> None:
+        """It could not compute these, whose tokens are fillers."""
+        self._current.failed += seqs
+
+    def launched(self) -> None:
+        """All of it has been queued: what it chooses is on its way to the host."""
+        flight = self._current
+        if flight.parts:
+            flight.chosen = chosen = flight.parts[0] if len(flight.parts) == 1 else torch.cat(flight.parts)
+            flight.read = chosen
+            if self._device.type == "cuda":
+                flight.read = torch.empty(chosen.shape, dtype=chosen.dtype, pin_memory=True)
+                flight.read.copy_(chosen, non_blocking=True)
+        flight.ended = backend.mark(self._device)
+        self._flying.append(flight)
+
+    def late(self) -> LateTokens | None:
+        """For the iteration that is being launched: what the one before it has chosen; None if that has been read."""
+        chosen = self._flying[-1].chosen if self._flying else None
+        return None if chosen is None else LateTokens(chosen)
+
+    def place(self, seq: Seq) -> int | None:
+        """Where among these the token of a sequence is; None if it has none."""
+        return self._places.get(seq)
+
+    def land(self) -> Iterator[tuple[Seq, int, bool]]:
+        """Wait for the oldest iteration; its tokens, and whether each was computed."""
+        flight = self._flying.popleft()
+        backend.wait(flight.ended)
+        if flight.read is not None:
+            for seq, token in zip(flight.seqs, flight.read.numpy().tolist(), strict=True):
+                yield seq, token, True
+        for seq in flight.failed:
+            yield seq, 0, False
