@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sim.cost.engine_profile import OF_POLICY, OURS, shipped_engines
+from sim.cost.engine_profile import OF_POLICY, OURS, OURS_AHEAD, shipped_engines
 from sim.cost.profile import load_profile
 from sim.errors import UserError
 from sim.files import folder_name
@@ -94,7 +94,7 @@ def run_live(arguments: argparse.Namespace) -> int:
     options = replace(options, seed=scenario.seed)
     scenario, decoder = decoder_for(scenario, options)
     label, policy = policies[0]
-    scenario = _fitted(scenario, policy, options, decoder)
+    scenario, policy = _fitted(scenario, policy, options, decoder)
     with renewing(folder) as new:
         run, result = execute_live(scenario, label, policy, new.place, outputs, decoder, options)
         draw_result(run, result, new.place, outputs)
@@ -127,7 +127,7 @@ def run_validate(arguments: argparse.Namespace) -> int:
     options = replace(options, seed=scenario.seed)
     scenario, decoder = decoder_for(scenario, options)
     # All are checked before the first runs.
-    planned = [(_fitted(scenario, policy, options, decoder), label, policy) for label, policy in policies]
+    planned = [(label, *_fitted(scenario, policy, options, decoder)) for label, policy in policies]
     places = [folder_name(label) for label, _ in policies]
     names = ["simulated", *(f"live-{number}" for number in range(1, runs + 1))]
     below, ended = [*(f"{place}/{name}" for place in places for name in names), *places], None
@@ -141,7 +141,7 @@ def run_validate(arguments: argparse.Namespace) -> int:
 
         validator = Validator(new.place, outputs, runs, probe, execute)
         try:
-            for fitting, label, policy in planned:
+            for label, fitting, policy in planned:
                 validator.validate(fitting, label, policy)
         except BrokenOff as end:
             draw_result(end.run, end.result, end.folder, outputs)
@@ -154,15 +154,20 @@ def run_validate(arguments: argparse.Namespace) -> int:
     return 0 if validator.agrees else 1
 
 
-def _fitted(scenario: Scenario, policy: Policy, options: "LiveOptions", decoder: "Decoder") -> Scenario:
-    """The scenario with pools that this machine has memory for. UserError for what a run on it would refuse."""
+def _fitted(scenario: Scenario, policy: Policy, options: "LiveOptions", decoder: "Decoder") -> tuple[Scenario, Policy]:
+    """The scenario with pools that this machine has memory for, and when the policy's steps are scheduled.
+
+    UserError for what a run would refuse.
+    """
     from gpu_runtime.live import check_lengths  # noqa: PLC0415 - torch is slow to import
     from gpu_runtime.live_memory import fit_to_machine  # noqa: PLC0415
+    from gpu_runtime.scheduling import scheduled  # noqa: PLC0415
     from sim.run.prepare import prepare  # noqa: PLC0415
 
+    scenario, policy = scheduled(scenario, policy, options.device)
     fitting = fit_to_machine(scenario, policy, options.device, decoder)
     check_lengths(prepare(fitting, policy.name, policy), decoder.config)
-    return fitting
+    return fitting, policy
 
 
 def execute_live(
@@ -192,7 +197,7 @@ def of_our_engine(scenario: Scenario) -> Scenario:
     """With the host time of the live runtime, whose engine this is; UserError where another was asked for."""
     from sim.run.prepare import FORMS_WITH_ENGINE  # noqa: PLC0415 - numpy is slow to import
 
-    if scenario.engine_profile in (OF_POLICY, *shipped_engines()) and scenario.engine_profile != OURS:
+    if scenario.engine_profile in {OF_POLICY, *shipped_engines()} - {OURS, OURS_AHEAD}:
         raise UserError(
             f"--engine-profile {scenario.engine_profile}: the live runtime's engine is {OURS}; leave it out, or give a "
             "file of its own times"

@@ -28,8 +28,8 @@ Choose = Callable[[Tensor, abc.Sequence[Sequence], abc.Sequence[int]], Tensor]
 class Computation:
     """Computes on the blocks of `memory`; copies that outlive an iteration go to `transfers`.
 
-    `choose` makes tokens [n] of logits [n, V], told whose they are and where in their sequences. `in_flight` hears whose
-    tokens are chosen, and which; it knows those that the iteration before chooses.
+    `choose` makes tokens [n] of logits [n, V], told whose they are and where in their sequences. `in_flight` hears
+    whose tokens are chosen, and which; it knows those that the iteration before chooses.
     """
 
     def __init__(

@@ -114,16 +114,9 @@ def fit_to_machine(scenario: Scenario, policy: Policy, device: str, decoder: Dec
     memory = policy.names["memory"]
     if not MEMORIES[memory].runs_live:
         raise UserError(f"--policy {policy.name}: runs on a device cannot have memory={memory} yet: simulate it")
-    if policy.schedules_ahead:
-        raise UserError("--async-scheduling: runs on a device are not scheduled ahead yet; leave it out")
     if options_among((policy, *policy.mixed_options), OffloadOptions).offloads:
         raise UserError("--kv-offloading-size: runs on a device keep no prefixes on the host yet; leave it out")
     setup = prepare(scenario, "", policy)
-    if setup.policy.schedules_ahead:
-        raise UserError(
-            f"--engine-profile {scenario.engine_profile}: its host time is hidden, and runs on a device are not "
-            "scheduled ahead yet: give one whose host is serial, or leave it out"
-        )
     scheduler = build_engine(setup, None, Recording()).scheduler
     if reason := scheduler.memory.unexecutable:
         raise UserError(reason)

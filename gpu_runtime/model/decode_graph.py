@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import cycle
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,9 @@ from gpu_runtime.tokens_in_flight import LateTokens
 
 Capture = Callable[[Callable[[], object]], Callable[[], object]]
 """Makes of a computation on tensors that stay where they are one that repeats it with what is in them then."""
+NUM_STAGED = 2
+"""Batches that the host may have written and the device not yet fetched: an iteration is launched while the one before
+runs. The one before that has ended."""
 Between = Callable[[int], None]
 """Called with a layer's index, before or after the layer."""
 
@@ -48,6 +52,47 @@ class Metadata:
     def used(self, num_blocks: int) -> int:
         """Elements to copy for tables of so many blocks."""
         return self._fixed + num_blocks * self._per_block
+
+
+class Staging:
+    """What a batch must know, on the host, until the device has fetched it; one of `NUM_STAGED`."""
+
+    def __init__(self, elements: int, sizes: Sequence[int], num_groups: int, max_blocks: int, *, pin: bool) -> None:
+        """`elements` of `Metadata` for the largest of `sizes`; `pin` the memory for a CUDA device."""
+        self.buffer = torch.zeros(elements, dtype=torch.int32, pin_memory=pin)
+        self.of_size = {size: Metadata(self.buffer, size, num_groups, max_blocks) for size in sizes}
+        self._columns: list[np.ndarray | None] = []
+        self._size = 0
+
+    def write(
+        self,
+        size: int,
+        tokens: Sequence[int],
+        seq_lens: Sequence[int],
+        tables: Sequence[np.ndarray],
+        block_tokens: int,
+    ) -> int:
+        """Write a batch that is padded to `size`; how many elements are in use."""
+        data = self.of_size[size]
+        if size != self._size:
+            # Another size lays the buffer out anew, and padding reads blocks too.
+            self._size, self._columns = size, [None] * size
+            data.tables.zero_()
+        count, columns, staged = len(tokens), self._columns, data.tables.numpy()
+        for i, rows in enumerate(tables):
+            if columns[i] is not rows:
+                staged[: rows.shape[1], :, i] = rows.T
+                columns[i] = rows
+        lengths, positions = data.seq_lens.numpy(), data.positions.numpy()
+        inputs = data.tokens.numpy()
+        inputs[:count], inputs[count:] = tokens, 0
+        lengths[:count], lengths[count:] = seq_lens, 1
+        np.subtract(lengths, 1, out=positions)
+        blocks, offsets = np.divmod(positions[:count], block_tokens)
+        slots = data.slots.numpy()
+        slots[:, :count] = staged[blocks, :, np.arange(count)].T * block_tokens + offsets
+        slots[:, count:] = NOWHERE
+        return data.used(int(blocks.max()) + 1)
 
 
 class DecodeGraph:
@@ -94,11 +139,11 @@ class DecodeGraph:
         largest, config = self._sizes[-1], decoder.config
         elements = Metadata.elements(largest, pool.num_groups, max_blocks)
         self._buffer = torch.zeros(elements, dtype=torch.int32, device=pool.device)
-        # Written by the host while nothing is under way: every iteration waits for its tokens.
-        self._staged = torch.zeros(elements, dtype=torch.int32, pin_memory=pool.device.type == "cuda")
-        self._columns: list[np.ndarray | None] = []
-        self._staged_for: Metadata | None = None
-        self._on_host = {size: self._metadata(self._staged, size) for size in self._sizes}
+        pin = pool.device.type == "cuda"
+        self._stagings = cycle(
+            [Staging(elements, self._sizes, pool.num_groups, max_blocks, pin=pin) for _ in range(NUM_STAGED)]
+        )
+        self._last_size = 0
         self._starts = torch.arange(largest + 1, dtype=torch.int32, device=pool.device)
         self._none = torch.zeros(0, dtype=torch.int32, device=pool.device)
         # One for all sizes: logits that each graph kept for itself would take a gigabyte of a large vocabulary.
@@ -199,13 +244,19 @@ class DecodeGraph:
         if not self.by_layer and (before_layer or after_layer):
             raise ValueError("layers that were captured as one graph cannot be interrupted")
         size = self.size_of(count)
-        used = self._stage(self._on_host[size], tokens, seq_lens, tables)
-        self._buffer[:used].copy_(self._staged[:used], non_blocking=True)
+        staging = next(self._stagings)
+        used = staging.write(size, tokens, seq_lens, tables, self._pool.block_tokens)
+        if size != self._last_size:
+            # What the other size has left there is no block id.
+            self._last_size = size
+            self._buffer.zero_()
+        self._buffer[:used].copy_(staging.buffer[:used], non_blocking=True)
         if late is not None:
             late.fill(self._buffer[:size])
         plan = self._plans[size]
         if plan is not None:
-            plan(self._on_host[size].seq_lens.numpy(), self._on_host[size].tables.numpy()[:, 0])
+            data = staging.of_size[size]
+            plan(data.seq_lens.numpy(), data.tables.numpy()[:, 0])
         for place, replay in enumerate(self._replays[size], start=-1):
             is_layer = 0 <= place < len(self._decoder.layers)
             if is_layer and before_layer is not None:
@@ -218,31 +269,6 @@ class DecodeGraph:
     def size_of(self, num_seqs: int) -> int:
         """The captured size that so many decodes are padded to."""
         return next(size for size in self._sizes if size >= num_seqs)
-
-    def _stage(
-        self, data: Metadata, tokens: Sequence[int], seq_lens: Sequence[int], tables: Sequence[np.ndarray]
-    ) -> int:
-        """Write a batch to the host's buffer; how many elements of it are in use."""
-        if data is not self._staged_for:
-            # Another size lays the buffers out anew, and padding reads blocks too.
-            self._staged_for, self._columns = data, [None] * data.size
-            self._buffer.zero_()
-            data.tables.zero_()
-        count, columns, staged = len(tokens), self._columns, data.tables.numpy()
-        for i, rows in enumerate(tables):
-            if columns[i] is not rows:
-                staged[: rows.shape[1], :, i] = rows.T
-                columns[i] = rows
-        lengths, positions = data.seq_lens.numpy(), data.positions.numpy()
-        inputs = data.tokens.numpy()
-        inputs[:count], inputs[count:] = tokens, 0
-        lengths[:count], lengths[count:] = seq_lens, 1
-        np.subtract(lengths, 1, out=positions)
-        blocks, offsets = np.divmod(positions[:count], self._pool.block_tokens)
-        slots = data.slots.numpy()
-        slots[:, :count] = staged[blocks, :, np.arange(count)].T * self._pool.block_tokens + offsets
-        slots[:, count:] = NOWHERE
-        return data.used(int(blocks.max()) + 1)
 
 
 class CudaCapture:

@@ -77,6 +77,7 @@ def run_serve(arguments: argparse.Namespace) -> int:
     check_installed(("aiohttp",), "serve")
     from gpu_runtime.live import LiveOptions, check_device  # noqa: PLC0415 - torch is slow to import
     from gpu_runtime.live_memory import fit_to_machine  # noqa: PLC0415
+    from gpu_runtime.scheduling import scheduled  # noqa: PLC0415
     from gpu_runtime.serve.run import bind, default_sampling, is_public, perform, stop_tokens, url_of  # noqa: PLC0415
     from gpu_runtime.serve.server import ServerOptions  # noqa: PLC0415
     from gpu_runtime.serve.text import load_codec  # noqa: PLC0415
@@ -103,6 +104,7 @@ def run_serve(arguments: argparse.Namespace) -> int:
     scenario, decoder = decoder_for(scenario, live)
     codec = load_codec(arguments.tokenizer_folder, decoder.config.vocab_size, arguments.chat_template)
     label, policy = policies[0]
+    scenario, policy = scheduled(scenario, policy, arguments.device)
     setup = prepare(fit_to_machine(scenario, policy, arguments.device, decoder), label, policy)
     options = ServerOptions(
         model=arguments.served_model_name or setup.model.name,

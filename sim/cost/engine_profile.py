@@ -20,8 +20,8 @@ from sim.errors import UserError
 from sim.specs.json_file import built_in_names, convert, find_file, read_json_object
 
 SHIPPED = Path(__file__).parent / "engines"
-OURS = "kvtwin"
-"""The live runtime's own engine."""
+OURS, OURS_AHEAD = "kvtwin", "kvtwin-async"
+"""The live runtime's own engine, and the same where it schedules ahead."""
 OF_POLICY = "own"
 """Instead of a profile's name: that of the engine of the policy's time (`Policy.own_engine_profile`)."""
 TODAYS, TODAYS_SERIAL = "vllm-v1-async", "vllm-v1"
@@ -134,7 +134,7 @@ class EngineProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dic
 
     def measured_by(self, profile: Profile) -> "EngineProfile":
         """With what a profile found: our own engine's host time by a calibration, whatever a fitted server ran."""
-        of_ours = self.name == OURS and profile.status == "measured"
+        of_ours = self.name in (OURS, OURS_AHEAD) and profile.status == "measured"
         if "step_overhead_s" not in profile.constants or not (of_ours or profile.status == "measured-from-server"):
             return self
         constants = dict(self.constants)

@@ -31,15 +31,15 @@ class Gate:
         self.open.set()
         self.pause_s = 0.0
         self.fault = None
-        self._execute = device.execute
-        device.execute = self.execute
+        self._launch = device.launch
+        device.launch = self.launch
 
-    def execute(self, plan):
+    def launch(self, plan):
         self.open.wait(20)
         time.sleep(self.pause_s)
         if self.fault is not None:
             raise self.fault
-        return self._execute(plan)
+        self._launch(plan)
 
 
 class Service:

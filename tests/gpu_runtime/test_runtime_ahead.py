@@ -10,8 +10,8 @@ torch = pytest.importorskip("torch")
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from runtime_variants import WORKLOADS, policy_of
-from test_runtime_two_clocks import Shown, named_alike
 from test_runtime_two_clocks import WORKLOADS as ARRIVALS
+from test_runtime_two_clocks import Shown, named_alike
 
 from kvtwin.testing import build_engine, limits, linear_machine, live, requests, simulate
 from kvtwin.testing.conformance import limits_of

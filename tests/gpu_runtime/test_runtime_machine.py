@@ -11,6 +11,8 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("psutil")
 
+from runtime_variants import policy_of
+
 import kvtwin
 from gpu_runtime import live_memory, threads
 from gpu_runtime.cli import name_gpu
@@ -19,6 +21,7 @@ from gpu_runtime.live import LiveOptions, check_device, load_decoder
 from gpu_runtime.live_memory import CGROUP, check_weights, fit_to_machine, free_bytes, held_bytes, working_bytes
 from gpu_runtime.model.config import DecoderConfig
 from gpu_runtime.model.weights import RandomWeights
+from gpu_runtime.scheduling import scheduled
 from kvtwin.testing import build_engine, linear_machine
 from kvtwin.testing.live import SMALL, build_device, small_decoder, tight_limits
 from sim.errors import InvariantError, UserError
@@ -196,10 +199,30 @@ def test_kv_is_stored_as_the_device_can(monkeypatch, name, capability, found):
         assert str(caught.value) == f"--kv-cache-dtype: {name} {found}"
 
 
-def test_a_profile_whose_host_is_hidden_is_refused():
-    hidden = replace(SCENARIO, gpu="h100", engine_profile="vllm-v1-async")
-    with pytest.raises(UserError, match="--engine-profile vllm-v1-async: its host time is hidden"):
-        fit_to_machine(hidden, POLICIES["vllm-v1"](), "cpu")
+@pytest.mark.parametrize(
+    ("variant", "device", "engine", "ahead"),
+    [
+        ("vllm-v1", "cuda", "kvtwin", True),
+        ("vllm-v1", "cpu", "kvtwin", False),
+        ("vllm-v1:async-scheduling=true", "cpu", "kvtwin", True),
+        ("vllm-v1:async-scheduling=false", "cuda", "kvtwin", False),
+        ("vllm-v1", "cuda", "vllm-v1", False),
+        ("vllm-v1", "cuda", None, False),
+        ("vllm-v1:memory=radix", "cuda", "kvtwin", False),
+        ("adaptive", "cuda", "kvtwin", False),
+        ("vllm-recompute", "cuda", "kvtwin", False),
+    ],
+)
+def test_steps_are_scheduled_ahead_where_vllm_does_and_nothing_is_copied(variant, device, engine, ahead):
+    scenario = replace(SCENARIO, gpu="h100", engine_profile=engine)
+    found, policy = scheduled(scenario, policy_of(variant), device)
+    assert policy.schedules_ahead is ahead
+    assert found.engine_profile == ("kvtwin-async" if ahead else engine)
+
+
+def test_what_waits_for_copies_cannot_be_scheduled_ahead():
+    with pytest.raises(UserError, match="--async-scheduling: adaptive has batching=paced, and a device cannot"):
+        scheduled(SCENARIO, policy_of("adaptive:async-scheduling=true"), "cpu")
 
 
 def test_pools_have_groups_of_as_many_layers():

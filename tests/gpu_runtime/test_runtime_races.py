@@ -74,6 +74,12 @@ def plainly(variant, **sizes):
     return run
 
 
+def ahead(patch):
+    """Each iteration is launched while the one before runs, and reads what that one has chosen."""
+    policy = policy_of("vllm-v1").with_async_scheduling(True)
+    return live.serve(policy, requests(*SOME), tight_limits(policy, gpu=24, chunked=True)), requests(*SOME)
+
+
 def tiered(patch):
     """KV of ended turns comes back layer by layer."""
     patch.setattr(Worth, "load_s", lambda self, num_blocks: 0.0)
@@ -108,6 +114,7 @@ def rebuilding(patch):
 
 WORK = {
     "vllm": plainly("vllm-recompute", gpu=60),
+    "ahead": ahead,
     "swap": plainly("vllm-swap"),
     "fastserve": plainly("fastserve", seqs=2),
     "layerkv": plainly("layerkv"),
@@ -162,7 +169,8 @@ NEEDED = {
     "KVCopies.wait_in_stream": "stream",
     "LayerPass._before_layer": "stream",
     "Computation._finish_copies": "stream",
-    "TorchDevice.execute": "swap",
+    "TorchDevice.launch": "swap",
+    "wait": "ahead",
     "CopyEngine.copy_rows.<locals>.job": "hcache",
     "LiveStates.restore": "hcache",
     "LiveStates.await_saved": "hcache",

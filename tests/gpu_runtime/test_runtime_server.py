@@ -17,6 +17,7 @@ from kvtwin.testing.live import continuation, prompt_of, tokens_alone
 from sim.engine.sequence import Status
 from traces.request import Request
 
+AHEAD = "vllm-v1:async-scheduling=true"
 SMALL_POOL = {"gpu": 16, "host": 60, "max_model_len": 64, "seqs": 6}
 ROWS = [Request(i, 0.0, 5 + 7 * i % 23, 4 + 5 * i % 19) for i in range(14)]
 
@@ -25,7 +26,7 @@ def body_of(request, **more):
     return {"prompt": prompt_of(request), "max_tokens": request.output_tokens, "return_token_ids": True} | more
 
 
-@pytest.mark.parametrize("variant", FEW)
+@pytest.mark.parametrize("variant", [*FEW, AHEAD])
 def test_no_policy_changes_a_token_over_http(variant):
     async def run():
         async with serving(variant, sizes=SMALL_POOL) as service:
@@ -75,7 +76,7 @@ def test_real_prompts_share_what_they_begin_with(variant):
     assert counts == [0, 16, 24, 0]
 
 
-@pytest.mark.parametrize("variant", FEW)
+@pytest.mark.parametrize("variant", [*FEW, AHEAD])
 def test_clients_that_leave_at_any_time_leave_no_block_behind(variant):
     async def client(service, row, dice, leave, seconds):
         await asyncio.sleep(dice.random() * 0.1)
@@ -130,7 +131,7 @@ def test_a_stream_is_one_token_a_chunk_then_the_reason_then_usage_then_done():
     asyncio.run(run())
 
 
-@pytest.mark.parametrize("variant", FEW)
+@pytest.mark.parametrize("variant", [*FEW, AHEAD])
 def test_a_stop_token_ends_the_answer_early_and_frees_its_blocks(variant):
     async def run():
         eos = tokens_alone(ROWS[3])[2]
