@@ -6,6 +6,7 @@ shipped ones lie in `sim/cost/engines/`.
 """
 
 import hashlib
+import re
 from collections.abc import Callable
 from functools import cached_property
 from itertools import pairwise
@@ -26,6 +27,15 @@ OF_POLICY = "own"
 """Instead of a profile's name: that of the engine of the policy's time (`Policy.own_engine_profile`)."""
 TODAYS, TODAYS_SERIAL = "vllm-v1-async", "vllm-v1"
 """What prices every policy unless another is asked for, and where no host time can be hidden."""
+OF_RELEASE = "vllm=="
+"""Instead of a profile's name: before a release of vLLM."""
+RELEASES = (
+    ((0, 5), (0, 5), "vllm-0.5"),
+    ((0, 8), (0, 13), TODAYS_SERIAL),
+    ((0, 14), (999, 999), TODAYS),
+)
+"""First and last release of vLLM, and what has its engine as it comes. V1 is the default from 0.8 on; its scheduling is
+in series unless asked until PR 27614, asynchronous by default from 0.14 on."""
 UNITS = {"host_base_s": "s", "host_s_per_sequence": "s/sequence", "front_end_s": "s"}
 """Constants and their units. An iteration of n sequences takes the host `host_base_s` + n `host_s_per_sequence`; a
 request spends `front_end_s` in the HTTP server and the tokeniser, before it is scheduled and on its answers' way."""
@@ -152,9 +162,36 @@ def shipped_engines() -> list[str]:
     return built_in_names(SHIPPED)
 
 
+def release_of(name: str) -> tuple[int, int] | None:
+    """The release that `vllm==X.Y` or `vllm==X.Y.Z` names; None of a profile's. UserError where it is none."""
+    if not name.startswith(OF_RELEASE):
+        return None
+    found = re.fullmatch(r"(\d+)\.(\d+)(\.\w+)?", name.removeprefix(OF_RELEASE))
+    if found is None:
+        raise UserError(f"--engine {name}: is no release of vLLM; write it as vllm==0.11 or vllm==0.11.2")
+    return int(found[1]), int(found[2])
+
+
+def profile_of_release(name: str) -> str:
+    """Name of the shipped profile of a release of vLLM as it comes; a name that is none of a release is itself.
+
+    UserError for a release whose engine no profile is of.
+    """
+    release = release_of(name)
+    if release is None:
+        return name
+    profile = next((profile for first, last, profile in RELEASES if first <= release <= last), None)
+    if profile is None:
+        raise UserError(
+            f"--engine {name}: no engine profile is of that release; there are such of 0.5 and of 0.8 and later "
+            "(vLLM v1); name one, or give a file"
+        )
+    return profile
+
+
 def load_engine_profile(name_or_path: str) -> EngineProfile:
-    """A shipped engine profile by name, or a file; UserError names file, field, value and remedy."""
-    path = find_file(name_or_path, SHIPPED, "engine profile")
+    """A shipped engine profile by name or release, or a file; UserError names file, field, value and remedy."""
+    path = find_file(profile_of_release(name_or_path), SHIPPED, "engine profile")
     data = read_json_object(path)
     constants = data.get("constants")
     if isinstance(constants, dict):

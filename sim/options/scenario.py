@@ -188,10 +188,11 @@ class Scenario:
     profile: str | None = _flag(None, "fitted constants: a shipped profile or a file (default: the GPU's)", "NAME|FILE")
     engine_profile: str | None = _flag(
         None,
-        "host time and CUDA graphs of the engine: vllm-0.5, vllm-v1, vllm-v1-async, kvtwin, a file, or own for that of "
-        "each policy's time (default: vllm-v1-async for all, vllm-v1 in series; prices of the forms linear and paper "
-        "are all there is)",
+        "host time and CUDA graphs of the engine: vllm-0.5, vllm-v1, vllm-v1-async, kvtwin, a file, vllm==0.11 "
+        "for that of a release, or own for that of each policy's time (default: vllm-v1-async for all, vllm-v1 in "
+        "series; prices of the forms linear and paper are all there is)",
         "NAME|FILE|own",
+        alias="engine",
         sparse=True,
     )
     cost_form: Literal["roofline", "paper", "linear"] | None = _flag(None, "cost model form (default: the profile's)")

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from sim.cost.changed_profile import profile_named
-from sim.cost.engine_profile import OF_POLICY, TODAYS, TODAYS_SERIAL, EngineProfile, load_engine_profile
+from sim.cost.engine_profile import OF_POLICY, TODAYS, TODAYS_SERIAL, EngineProfile, load_engine_profile, release_of
 from sim.cost.forms import build_cost
 from sim.cost.model import CostModel
 from sim.cost.profile import Profile, product_name
@@ -136,6 +136,7 @@ def _prepare(asked_for: Scenario, scenario: Scenario, label: str, policy: Policy
     experts = _experts(scenario, model, policy, label, pp, warnings)
     limits = _limits(scenario, model, hardware, policy, max_model_len, engine, pp, experts, warnings)
     engine_profile = _engine_profile(scenario, hardware, profile, policy, pp)
+    warnings += _of_release(scenario, engine_profile)
     if pp > 1 and engine_profile is not None and engine_profile.host == "hidden":
         raise UserError(
             f"--engine-profile {engine_profile.name}: its host time is hidden behind the GPU, and the loop of "
@@ -415,6 +416,20 @@ def _engine_profile(
             "leave it out, or give one whose host is hidden (vllm-v1-async)"
         )
     return found
+
+
+def _of_release(scenario: Scenario, engine: EngineProfile | None) -> list[str]:
+    """What is said where the engine of a release of vLLM was asked for."""
+    release = release_of(scenario.engine_profile or "")
+    if release is None or engine is None:
+        return []
+    told = f"--engine {scenario.engine_profile}: priced as {engine.name}; decisions are those of the policy"
+    if engine.name == TODAYS_SERIAL:
+        told += (
+            ". Requests that sample with top-k or top-p were sorted for, as --engine-profile vllm-0.12-top-p has it; "
+            "vllm-v1-async is a server that was started with --async-scheduling"
+        )
+    return [told]
 
 
 def _window(

@@ -461,3 +461,26 @@ def test_decodes_beyond_the_largest_graph_last_as_long_as_launching_until_the_gp
 def test_kernels_of_a_layer(model, tp, kernels):
     spec = load_model(model)
     assert num_launches(spec, tp) == kernels * spec.num_layers
+
+
+@pytest.mark.parametrize(
+    ("release", "profile", "ahead"),
+    [("0.11", "vllm-v1", False), ("0.10.2", "vllm-v1", False), ("0.14", "vllm-v1-async", True)],
+)
+def test_a_release_of_vllm_says_how_it_schedules(release, profile, ahead):
+    scenario = Scenario(workload="fixed", model="llama-3.1-8b", gpu="h100", engine_profile=f"vllm=={release}")
+    setup = prepare(scenario, "vllm-v1", parse_policy("vllm-v1", {})[1])
+    assert setup.engine_profile is not None
+    assert (setup.engine_profile.name, setup.policy.schedules_ahead) == (profile, ahead)
+    told = next(
+        words for words in setup.warnings if words.startswith(f"--engine vllm=={release}: priced as {profile};")
+    )
+    assert ("vllm-0.12-top-p" in told) == (not ahead)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"), [("vllm==new", "is no release"), ("vllm==0.6.3", "no engine profile is of")]
+)
+def test_a_release_that_no_profile_is_of_is_refused(name, words):
+    with pytest.raises(UserError, match=f"--engine {name}: {words}"):
+        load_engine_profile(name)
