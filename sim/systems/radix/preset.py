@@ -46,5 +46,9 @@ class Radix(RadixOptions, Policy):
     def names(self) -> dict[str, str]:
         return {**self.composition, "order": self.schedule_policy, **dict(self.mixed)}
 
+    @property
+    def own_engine_profile(self) -> str:
+        return "sglang-0.3"
+
     def engine_limits(self, asked: Asked) -> EngineLimits:
         return chunked_limits(self, asked)
