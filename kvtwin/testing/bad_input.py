@@ -129,13 +129,17 @@ def contents(folder: Path) -> dict[str, bytes]:
 # -- options -----------------------------------------------------------------------------------------------------------
 
 
+NAMING = ("trace", "workload", "goodput", "model", "profile", "engine_profile", "tokenizer", "autoscale")
+"""Options whose values are names or languages of their own."""
+
+
 def options(bench: Bench, draw: Random) -> "str | Fault":
     """Flags of a scenario and of a policy, some with values that mean nothing."""
     name = draw.choice([*POLICIES])
     words = [*TRAFFIC, *(POOLS if name in POOLED else [])]
     nonsense = False
     for field, hint in draw.sample(option_fields(Scenario), draw.randint(0, 3)):
-        if field.name in ("trace", "workload", "goodput", "model", "profile", "engine_profile", "tokenizer"):
+        if field.name in NAMING:
             continue
         value, refused = _value(draw, base_type(hint), few=field.name in FEW)
         above, least = field.metadata["above"], field.metadata["least"]

@@ -1,11 +1,13 @@
 """`build_cluster`: the engines of a run behind their router, with its pools, links and pipelines."""
 
 from collections.abc import Callable
+from copy import copy
 from functools import partial
 
 import simpy
 
 from sim.clock.arrivals import Arrivals
+from sim.clock.autoscaled import AutoscaledCluster
 from sim.clock.cluster import Cluster
 from sim.clock.hand_overs import HandOvers
 from sim.clock.lockstep import Lockstep, rank_class
@@ -23,6 +25,16 @@ from sim.systems.base import Policy
 from sim.systems.builder import MEMPOOL, STORED, options_among
 from sim.systems.mooncake.options import ConductorOptions
 from sim.topology import make_router
+from sim.topology.autoscalers import (
+    START_S,
+    WEIGHTS_BYTES_PER_S,
+    Autoscaler,
+    DynamoOptions,
+    DynamoPlanner,
+    Hpa,
+    HpaOptions,
+    parse_autoscale,
+)
 from sim.topology.mixed_pool import MixedPools
 from sim.topology.pipelines import to_pipelines
 from sim.topology.ranks import ToRanks
@@ -64,6 +76,44 @@ def build_cluster(engines: list[EngineParts], env: simpy.Environment, arrivals: 
             router = make_router(scenario.router, scenario.seed, scenario.router_weights)
     hand_overs = _hand_overs(engines, members, decoders, to_pipelines(decode_router, setup.decode.pp))
     return Cluster(env, members, arrivals, to_pipelines(router, setup.pp), front, hand_overs)
+
+
+def build_autoscaled(
+    engines: list[EngineParts],
+    env: simpy.Environment,
+    arrivals: Arrivals,
+    more: Callable[[], EngineParts],
+    *,
+    jump: bool,
+) -> AutoscaledCluster:
+    """Engines that come and go; `more` puts a further one together."""
+    setup = engines[0].setup
+    scenario, cost = setup.scenario, setup.cost
+    options = parse_autoscale(scenario.autoscale or "")
+    if isinstance(options, HpaOptions):
+        autoscaler: Autoscaler = Hpa(options)
+    else:
+        assert isinstance(options, DynamoOptions)
+        # What the rule asks is no part of the run: it notes nothing beyond the constants' range there.
+        cost, budget = copy(cost), setup.limits.max_num_batched_tokens
+        cost.beyond = {}
+        s_per_token = cost.prefill_s(budget) / budget
+        autoscaler = DynamoPlanner(
+            options, lambda tokens: s_per_token * tokens, lambda n, tokens: cost.decode_steps(n, int(tokens))[0]
+        )
+    start_s = options.start_s
+    if start_s is None:
+        start_s = START_S + setup.model.weight_bytes(setup.tp) / WEIGHTS_BYTES_PER_S
+    return AutoscaledCluster(
+        env,
+        _members(engines, env, arrivals, jump=jump),
+        arrivals,
+        make_router(scenario.router, scenario.seed),
+        options=options,
+        autoscaler=autoscaler,
+        more=lambda: _members([more()], env, arrivals, jump=jump)[0],
+        start_s=start_s,
+    )
 
 
 def routers_of(policy: Policy) -> tuple[Router, Router]:

@@ -11,6 +11,7 @@ from typing import Any, Literal, TypeVar
 
 from sim.errors import UserError
 from sim.options.values import convert, flag, option_fields
+from sim.topology.autoscalers import parse_autoscale
 from traces.workloads import ABOUT, OPTIONS, WORKLOADS, option_help, takers
 
 Options = TypeVar("Options")
@@ -155,6 +156,10 @@ class Scenario:
     replicas: int | None = _count(
         None, "engines behind --router, each with its own GPUs (default: 1)", most=MOST_ENGINES, sparse=True
     )
+    autoscale: str | None = _flag(
+        None, "replicas that come and go by a rule: hpa:target=N,max=N or dynamo:max=N, further options behind commas; "
+        "--replicas is how many there are at first (default: its min, 1)", "RULE:OPTION=VALUE,...", sparse=True,
+    )  # fmt: skip
     router: (
         Literal["round-robin", "least-loaded", "power-of-two", "session-affinity", "prefix-affinity", "llm-d", "dynamo"]
         | None
@@ -188,8 +193,8 @@ class Scenario:
     profile: str | None = _flag(None, "fitted constants: a shipped profile or a file (default: the GPU's)", "NAME|FILE")
     engine_profile: str | None = _flag(
         None,
-        "host time and CUDA graphs of the engine: vllm-0.5, vllm-v1, vllm-v1-async, kvtwin, a file, vllm==0.11 "
-        "for that of a release, or own for that of each policy's time (default: vllm-v1-async for all, vllm-v1 in "
+        "host time and CUDA graphs of the engine: vllm-0.5, vllm-v1, vllm-v1-async, sglang-0.3, kvtwin, a file, "
+        "vllm==0.11 for that of a release, or own for that of each policy's time (default: vllm-v1-async for all, vllm-v1 in "
         "series; prices of the forms linear and paper are all there is)",
         "NAME|FILE|own",
         alias="engine",
@@ -243,7 +248,9 @@ class Scenario:
 
     @property
     def num_engines(self) -> int:
-        """Schedulers of the run: data-parallel ranks are engines each."""
+        """Schedulers of the run: data-parallel ranks are engines each; of replicas that are scaled the most at once."""
+        if self.autoscale is not None:
+            return parse_autoscale(self.autoscale).max
         if self.prefill_replicas is None:
             return (self.replicas or 1) * (self.data_parallel_size or 1)
         return self.prefill_replicas + (self.decode_replicas or 0)
@@ -251,6 +258,8 @@ class Scenario:
     @property
     def flag_of_engines(self) -> str:
         """The flag that asks for several schedulers, where the run has them."""
+        if self.autoscale is not None:
+            return flag("autoscale")
         names = ("data_parallel_size", "replicas")
         return flag(next((name for name in names if (getattr(self, name) or 1) > 1), "prefill_replicas"))
 
@@ -351,10 +360,17 @@ def _check(scenario: Scenario) -> None:
         raise OptionError("closed_sessions", f"--workload {scenario.workload} has no sessions; give one that has")
     for f in fields(Scenario):
         _check_limits(f, getattr(scenario, f.name))
-    if scenario.router is not None and scenario.prefill_replicas is None and (scenario.replicas or 1) == 1:
+    if (
+        scenario.router is not None
+        and scenario.prefill_replicas is None
+        and (scenario.replicas or 1) == 1
+        and scenario.autoscale is None
+    ):
         raise OptionError(
             "router", f"{scenario.router} has one engine only to choose from; give --replicas of 2 or more"
         )
+    if scenario.autoscale is not None:
+        _check_autoscale(scenario)
     if scenario.prefill_replicas is not None:
         _check_pools(scenario)
     if scenario.expert_skew is not None and not scenario.enable_expert_parallel:
@@ -364,6 +380,22 @@ def _check(scenario: Scenario) -> None:
         raise OptionError("gpu_memory_utilization", f"{value} is not in (0, 1]; vLLM's default is 0.9")
     if scenario.clip is not None and scenario.clip < 2:
         raise OptionError("clip", f"{scenario.clip} leaves no room for a prompt and an output; give 2 or more")
+
+
+REMEMBERING = ("prefix-affinity", "llm-d", "dynamo")
+"""Routers that know engines by their number."""
+
+
+def _check_autoscale(scenario: Scenario) -> None:
+    options, first = parse_autoscale(scenario.autoscale or ""), scenario.replicas
+    for name in ("prefill_replicas", "pipeline_parallel_size", "data_parallel_size"):
+        if getattr(scenario, name) not in (None, 1):
+            value = f"{flag(name)} {getattr(scenario, name)}"
+            raise OptionError("autoscale", f"{scenario.autoscale} scales replicas, engines alike; leave out {value}")
+    if scenario.router in REMEMBERING:
+        raise OptionError("router", f"{scenario.router} remembers engines by number, and --autoscale replaces them")
+    if first is not None and not options.min <= first <= options.max:
+        raise OptionError("replicas", f"{first} at first is not min={options.min} to max={options.max} of --autoscale")
 
 
 def _check_limits(option: Field[Any], value: float | None) -> None:

@@ -13,7 +13,7 @@ from sim.results.load import offered, overload
 from sim.results.metrics import LATENCIES
 from sim.results.result import RESULT_FILE, SERIES_FILE
 from sim.results.schema import Result
-from sim.results.sections import ResolvedScenario, UsedEngineProfile, UsedProfile
+from sim.results.sections import ResolvedScenario, Scaling, UsedEngineProfile, UsedProfile
 from sim.results.timeline import TIMELINE_FILE
 
 BESIDE = ("requests.parquet", "requests.csv", SERIES_FILE, TIMELINE_FILE, "figures")
@@ -263,6 +263,8 @@ def run_lines(result: Result, folder: Path) -> list[str]:
     lines += [_rule("KV memory", "-"), *_memory_lines(result)]
     if result.engines:
         lines += [_rule("Engines", "-"), *_engine_lines(result)]
+    if result.scaling:
+        lines += [_rule("Autoscaling", "-"), *_scaling_lines(result.scaling)]
     lines += [_rule("Files", "-"), _row("Results", str(folder / RESULT_FILE))]
     beside = [name for name in BESIDE if (folder / name).exists()]
     lines += [_row("Beside it", " ".join(beside))] if beside else []
@@ -297,6 +299,16 @@ def _engine_lines(result: Result) -> list[str]:
         lines.append(f"{name:<12} {counts}{busy:>14}")
     left = len(result.engines or []) - MOST_ENGINES
     return [*lines, f"and {left} more in result.json"] if left > 0 else lines
+
+
+def _scaling_lines(scaling: Scaling) -> list[str]:
+    return [
+        _row("Replicas, mean and most", f"{scaling.mean_replicas:.2f}, {scaling.most_replicas}"),
+        _row("Replicas started", f"{scaling.num_started}"),
+        _row("GPU-seconds", f"{scaling.gpu_s:,.0f}"),
+        _row("  of the most, all the time", f"{scaling.fixed_gpu_s:,.0f}"),
+        _row("  idle, starting", f"{100 * scaling.idle_share:.1f} %, {100 * scaling.starting_share:.1f} %"),
+    ]
 
 
 def _memory_lines(result: Result) -> list[str]:

@@ -3,7 +3,8 @@
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, fields
-from itertools import pairwise
+from itertools import accumulate, pairwise
+from math import inf
 from operator import attrgetter, itemgetter
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import msgspec
 import numpy as np
 from msgspec import UNSET, Struct, UnsetType, structs
 
+from sim.clock.autoscaled import Lifetime
 from sim.cost.pricing import Lanes
 from sim.engine.limits import Counters, Limits, TierCounters, TierName
 from sim.errors import UserError
@@ -27,6 +29,7 @@ from sim.results.sections import (
     LaneUse,
     LatencyParts,
     ResolvedScenario,
+    Scaling,
     TierUse,
     UsedEngineProfile,
     UsedProfile,
@@ -91,6 +94,7 @@ def assemble(run: Run) -> Result:
         lanes=_lanes_use([parts.lanes for parts in run.engines]),
         tiers=[TierUse(tier=name, **structs.asdict(tier)) for name, tier in counters.tiers.items()] or UNSET,
         engines=_engines(run) if len(run.engines) > 1 else UNSET,
+        scaling=UNSET if run.lives is None else _scaling(run, run.lives),
         warnings=[*setup.warnings, *_warnings(setup, counters), *_grown(log, setup.limits)],
         scenario=_scenario(setup),
         profile=UsedProfile(
@@ -164,6 +168,35 @@ def _lanes_use(lanes: list[Lanes]) -> LanesUse:
     uses = [LaneUse(busy_s=sum(lane.busy_s for lane in alike) / len(lanes)) for alike in zip(*every, strict=True)]
     host, read, write = (use if use.busy_s else UNSET for use in uses[3:])
     return LanesUse(compute=uses[0], h2d=uses[1], d2h=uses[2], host=host, disk_read=read, disk_write=write)
+
+
+def _scaling(run: Run, lives: list[Lifetime]) -> Scaling:
+    """What replicas took, to the last token of any."""
+    end_s = max([run.log.last_finish_s, *(life.stopped_s for life in lives if life.stopped_s < inf)])
+    spans = [(life.asked_s, min(end_s, life.stopped_s)) for life in lives if life.asked_s < end_s]
+    held_s = sum(stop - start for start, stop in spans)
+    busy_s = sum(parts.lanes.compute.busy_s for parts in run.engines)
+    starting_s = sum(min(life.ready_s, end_s, life.stopped_s) - life.asked_s for life in lives if life.asked_s < end_s)
+    # One stops before another starts where both are at once.
+    steps = sorted([(start, 1) for start, _ in spans] + [(stop, -1) for _, stop in spans])
+    most = max(accumulate(change for _, change in steps), default=0)
+    return Scaling(
+        gpu_s=held_s * run.setup.tp,
+        idle_share=1 - busy_s / held_s if held_s else 0.0,
+        starting_share=starting_s / held_s if held_s else 0.0,
+        fixed_gpu_s=most * end_s * run.setup.tp,
+        num_started=sum(life.asked_s < life.ready_s for life in lives),
+        most_replicas=most,
+        mean_replicas=held_s / end_s if end_s else 0.0,
+        asked_s=[life.asked_s for life in lives],
+        ready_s=[life.ready_s for life in lives],
+        drained_from_s=[_finite(life.drained_from_s) for life in lives],
+        stopped_s=[_finite(life.stopped_s) for life in lives],
+    )
+
+
+def _finite(time_s: float) -> float | None:
+    return time_s if time_s < inf else None
 
 
 def _engines(run: Run) -> list[EngineUse]:
@@ -290,7 +323,7 @@ def _scenario_data(scenario: ResolvedScenario) -> dict[str, Any]:
     return {
         name: value
         for name, option in OPTIONS.items()
-        if not (((value := getattr(scenario, name)) is None or value is False) and option.get("sparse"))
+        if not (((value := getattr(scenario, name)) is None or value is False or value == ()) and option.get("sparse"))
     }
 
 

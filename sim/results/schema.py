@@ -15,6 +15,7 @@ from sim.results.sections import (
     LatencyParts,
     Machine,
     ResolvedScenario,
+    Scaling,
     TierUse,
     UsedEngineProfile,
     UsedProfile,
@@ -139,6 +140,8 @@ class Result(Struct, kw_only=True, frozen=True):
     """Tiers below the GPU that keep prefixes, the nearest first, below. Absent: there is none."""
     engines: list[EngineUse] | UnsetType = UNSET
     """Each engine's share, below. Absent: there is one."""
+    scaling: Scaling | UnsetType = UNSET
+    """Replicas that came and went, below. Absent: without `--autoscale`."""
     warnings: list[str]
     """Sentences to read before the figures: limits that were adjusted, rows of the trace left out, extrapolated times,
     ignored requests."""

@@ -63,6 +63,34 @@ class LatencyParts(Struct, kw_only=True, frozen=True):
     engines."""
 
 
+class Scaling(Struct, kw_only=True, frozen=True):
+    """Replicas that came and went (`--autoscale`). GPU-seconds count from when a replica is asked for until it has let
+    go of its GPUs, start and draining included."""
+
+    gpu_s: float
+    """GPU-seconds of all replicas."""
+    idle_share: float
+    """Share of them in which no iteration was computed."""
+    starting_share: float
+    """Share of them in which the replica did not serve yet."""
+    fixed_gpu_s: float
+    """GPU-seconds of as many replicas as there were at most, all the time."""
+    num_started: int
+    """Replicas that were started, those at first left out."""
+    most_replicas: int
+    """The most that held GPUs at once."""
+    mean_replicas: float
+    """Replicas that held GPUs, mean over time."""
+    asked_s: list[float]
+    """When each replica was asked for, s; of engine 0 on, as all lists here."""
+    ready_s: list[float]
+    """From when on it served, s."""
+    drained_from_s: list[float | None]
+    """From when on it got no more requests, s. None: it stayed."""
+    stopped_s: list[float | None]
+    """When it let go of its GPUs, s. None: at the end."""
+
+
 class TierUse(Struct, kw_only=True, frozen=True):
     """A tier below the GPU that keeps prefixes. Seconds are by price, each copy and computation as if alone."""
 

@@ -1,10 +1,12 @@
 """`Run`: engines and what they leave, on either clock; everything a result is made from."""
 
+from collections.abc import Sequence as Seq
 from functools import partial
 from typing import Protocol
 
 import msgspec
 
+from sim.clock.autoscaled import Lifetime
 from sim.clock.instance import Observer
 from sim.cost.pricing import Lanes
 from sim.engine.engine import Engine
@@ -19,6 +21,7 @@ from sim.results.schema import Backend
 from sim.results.sections import Machine
 from sim.results.series import SAMPLE_LIMIT, Series
 from sim.run.prepare import Setup
+from sim.topology.autoscalers import parse_autoscale
 
 LEAST_SAMPLES = 500
 """Rows of its time series that an engine keeps at least, however many there are."""
@@ -71,13 +74,15 @@ class Run(msgspec.Struct, kw_only=True):
     """A run under way or finished, on either clock: everything a result is made from."""
 
     engines: list[EngineParts]
-    instances: list[HasIterations]
+    instances: Seq[HasIterations]
     """Those that drive the engines."""
     interrupted: bool = False
     error: str | None = None
     backend: Backend = "kvtwin-sim"
     machine: Machine | None = None
     """What executed the run, where anything real did."""
+    lives: list[Lifetime] | None = None
+    """From when to when there was each engine, where they come and go."""
     trace_events: list[dict[str, object]] = msgspec.field(default_factory=list)
     """Chrome trace events of others than our lanes, in microseconds of the run's clock."""
 
@@ -120,10 +125,22 @@ def build_engine(setup: Setup, table: TableSink | None, keep: Recording) -> Engi
 def build_engines(setup: Setup, table: TableSink | None, keep: Recording) -> list[EngineParts]:
     """Put together the engines of a cluster, which share their books."""
     scenario = setup.scenario
+    if scenario.autoscale is not None:
+        return _engines([setup] * (scenario.replicas or parse_autoscale(scenario.autoscale).min), table, keep)
     if setup.decode is None:
         return _engines([setup] * (scenario.num_engines * setup.pp), table, keep)
     prefills, decodes = (scenario.prefill_replicas or 0) * setup.pp, (scenario.decode_replicas or 0) * setup.decode.pp
     return _engines([setup] * prefills + [setup.decode] * decodes, table, keep)
+
+
+def further_engine(engines: list[EngineParts], keep: Recording) -> EngineParts:
+    """One more engine like the first, at the end of the list; they share their books."""
+    first = engines[0]
+    samples = max(LEAST_SAMPLES, SAMPLE_LIMIT // first.setup.scenario.num_engines)
+    parts = _engine(first.setup, first.log, first.gaps, first.detailed, keep, samples, len(engines))
+    parts.engine.on_end = partial(_log_end, parts)
+    engines.append(parts)
+    return parts
 
 
 def _engines(setups: list[Setup], table: TableSink | None, keep: Recording) -> list[EngineParts]:
@@ -131,35 +148,45 @@ def _engines(setups: list[Setup], table: TableSink | None, keep: Recording) -> l
     log = RequestLog(table, Goodput.parse(scenario.goodput) if scenario.goodput else None)
     gaps = GapCollector()
     detailed: dict[int, list[float]] | None = {} if keep.detailed else None
-    samples = max(LEAST_SAMPLES, SAMPLE_LIMIT // len(setups))
-    found: list[EngineParts] = []
-    for place, setup in enumerate(setups):
-        deployment = Deployment(setup.model, setup.hardware, setup.tp, setup.cost, setup.profile, setup.role)
-        scheduler = setup.policy.scheduler(setup.limits, gaps, deployment)
-        lanes = Lanes(keep_intervals=keep.timeline)
-        if detailed is not None:
-            scheduler.record_tokens(detailed)
-            scheduler.record_decisions()
-        series = Series(scheduler, lanes, samples) if keep.series or keep.timeline else None
-        engine = Engine(scheduler, setup.policy.length_predictor(scenario.seed), log.end)
-        engine.on_idle = None if series is None else series.rest
-        parts = EngineParts(
-            setup=setup,
-            scheduler=scheduler,
-            engine=engine,
-            lanes=lanes,
-            series=series,
-            journal=Journal(scheduler, series.time_use) if series is not None and keep.timeline else None,
-            log=log,
-            gaps=gaps,
-            detailed=detailed,
-            watch=keep.watch,
-            place=place,
-        )
-        if len(setups) > 1:
+    samples = max(LEAST_SAMPLES, SAMPLE_LIMIT // max(len(setups), scenario.num_engines))
+    found = [_engine(setup, log, gaps, detailed, keep, samples, place) for place, setup in enumerate(setups)]
+    if len(setups) > 1 or scenario.autoscale is not None:
+        for parts in found:
             parts.engine.on_end = partial(_log_end, parts)
-        found.append(parts)
     return found
+
+
+def _engine(
+    setup: Setup,
+    log: RequestLog,
+    gaps: GapCollector,
+    detailed: dict[int, list[float]] | None,
+    keep: Recording,
+    samples: int,
+    place: int,
+) -> EngineParts:
+    deployment = Deployment(setup.model, setup.hardware, setup.tp, setup.cost, setup.profile, setup.role)
+    scheduler = setup.policy.scheduler(setup.limits, gaps, deployment)
+    lanes = Lanes(keep_intervals=keep.timeline)
+    if detailed is not None:
+        scheduler.record_tokens(detailed)
+        scheduler.record_decisions()
+    series = Series(scheduler, lanes, samples) if keep.series or keep.timeline else None
+    engine = Engine(scheduler, setup.policy.length_predictor(setup.scenario.seed), log.end)
+    engine.on_idle = None if series is None else series.rest
+    return EngineParts(
+        setup=setup,
+        scheduler=scheduler,
+        engine=engine,
+        lanes=lanes,
+        series=series,
+        journal=Journal(scheduler, series.time_use) if series is not None and keep.timeline else None,
+        log=log,
+        gaps=gaps,
+        detailed=detailed,
+        watch=keep.watch,
+        place=place,
+    )
 
 
 def _log_end(parts: EngineParts, seq: Sequence) -> None:

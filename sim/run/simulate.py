@@ -9,7 +9,7 @@ from sim.clock.instance import Instance
 from sim.results.metrics import TableSink
 from sim.run.interrupts import interrupts_call
 from sim.run.prepare import Setup
-from sim.run.runs import Recording, Run, build_engines
+from sim.run.runs import Recording, Run, build_engines, further_engine
 from sim.run.traffic import arrivals_of
 from traces.errors import TraceError
 from traces.request import Request
@@ -39,6 +39,11 @@ def build_run(
     arrivals = arrivals_of(scenario, requests, front_end_s, s_per_token)
     engines = build_engines(setup, table, keep)
     engines[0].log.front_end_s, engines[0].log.front_end_s_per_token = front_end_s, s_per_token
+    if scenario.autoscale is not None:
+        from sim.clock.assembly import build_autoscaled  # noqa: PLC0415 - most runs have one engine
+
+        scaled = build_autoscaled(engines, env, arrivals, lambda: further_engine(engines, keep), jump=jump)
+        return SimulatedRun(engines=engines, instances=scaled.members, env=env, serve=scaled.serve, lives=scaled.lives)
     if scenario.num_engines > 1 or setup.pp > 1:
         from sim.clock.assembly import build_cluster  # noqa: PLC0415 - most runs have one engine
 

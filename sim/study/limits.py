@@ -84,7 +84,7 @@ def changes(options: Mapping[str, Any]) -> list[Change]:
         found.append(Change("link", "limit", {"link_gbps": MORE * setup.scenario.link_gbps}))
     ten = limits.num_gpu_blocks + int(TEN_GB / limits.block_bytes)
     found.append(Change("10 GB more KV memory a GPU", "purchase", {"num_gpu_blocks_override": ten}))
-    if setup.decode is None and setup.pp == 1:
+    if setup.decode is None and setup.pp == 1 and setup.scenario.autoscale is None:
         engines = setup.scenario.num_engines + 1
         router = setup.scenario.router or "least-loaded"
         gpus = "one GPU more" if setup.tp == 1 else f"one engine more ({setup.tp} GPUs)"
