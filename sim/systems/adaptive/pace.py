@@ -1,4 +1,4 @@
-"""What iterations took, against what they were to take: `Pace` of the batch, and `Correction` of prices.
+"""What iterations took, against what they were to take: `Pace` of the batch, `Correction` of prices, prompts `Beside`.
 
 Sequences that decode get their tokens in time if iterations last P on average, prompts included, whatever prices say.
 What one that was carried out left of P is saved, up to `MOST` times P; what it took beyond is owed. Prompts get what is
@@ -19,6 +19,9 @@ MOST = 8.0
 """Times P, that is saved at most. Chosen by trials."""
 SAMPLES = 100
 LEAST_FACTOR, MOST_FACTOR = 0.5, 2.0
+PIECES = 10
+"""Of which `Beside` is found, each as long as between two price limits."""
+LEAST_BESIDE = 0.05
 DIGITS = 2
 """Of the factor: what rounding changes in a duration must change no decision."""
 
@@ -82,3 +85,31 @@ class Correction:
             return 1.0
         taken_s, priced_s = map(sum, zip(*self._samples, strict=True))
         return min(MOST_FACTOR, max(LEAST_FACTOR, round(taken_s / priced_s, DIGITS))) if priced_s > 0.0 else 1.0
+
+
+class Beside:
+    """What prompts take beside decodes, for each second of their price.
+
+    A chunk beside decodes costs less than one that fills the device where an iteration waits for the weights anyway,
+    and what is cached of a prompt costs nothing.
+    """
+
+    def __init__(self) -> None:
+        self._pieces: deque[tuple[float, float]] = deque(maxlen=PIECES)
+        self._taken_s = self._priced_s = 0.0
+
+    def add(self, taken_s: float, priced_s: float) -> None:
+        """An iteration's prompts took `taken_s`; those of them that it started cost `priced_s`."""
+        self._taken_s += taken_s
+        self._priced_s += priced_s
+
+    def next_piece(self) -> None:
+        """Of the last `PIECES` of these the factor is made."""
+        self._pieces.append((self._taken_s, self._priced_s))
+        self._taken_s = self._priced_s = 0.0
+
+    @property
+    def factor(self) -> float:
+        """1 as long as none is known."""
+        taken_s, priced_s = map(sum, zip(*self._pieces, strict=True)) if self._pieces else (0.0, 0.0)
+        return min(1.0, max(LEAST_BESIDE, round(taken_s / priced_s, DIGITS))) if priced_s > 0.0 else 1.0

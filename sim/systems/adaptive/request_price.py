@@ -126,6 +126,8 @@ class RequestPrice:
         self._per_pace = self._prompt_s = 0.0
         """1 / (P - F), or 0 where the weights alone take longer than P: nothing helps then. And prompts, s a token."""
         self._prompt_factor = 1.0
+        self.beside = 1.0
+        """What prompts take beside decodes, for each second of their price."""
 
     def correct(self, factor: float) -> None:
         """Everything takes `factor` times what the cost model says."""
@@ -143,9 +145,9 @@ class RequestPrice:
         self._prompt_s = prompt_s
         self._prompt_factor = 1.0 + self.step_s * self._per_pace if is_limit else 1.0
 
-    def most_decodes(self, context: float) -> float:
-        """How many of such contexts decode together in P."""
-        share = self._per_pace * (self.context_s * context + self.decode_s + self._prompt_s)
+    def most_decodes(self, context: float, member_s: float = 0.0) -> float:
+        """How many of such contexts decode together in P; each takes `member_s` at least."""
+        share = self._per_pace * (max(member_s, self.context_s * context + self.decode_s) + self._prompt_s)
         return 1.0 / share if share else inf
 
     def tokens_left(self, seq: Sequence, num_generated: int) -> float:
@@ -200,4 +202,4 @@ class RequestPrice:
 
     def prompt_work_s(self, prefill_s: float) -> float:
         """What a prompt of so many seconds costs."""
-        return self._prompt_factor * prefill_s
+        return self.beside * self._prompt_factor * prefill_s

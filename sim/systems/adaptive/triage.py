@@ -10,10 +10,12 @@ span, and the room that is left: while an engine fills up, work waits there at n
 - Kept: all others, first come first served.
 
 A first token is cheap: prompts of up to `PROMPT_SHARE` of the limit are computed whatever their request costs, the
-cheapest of them, as far as they fill `CHANCE` of the span.
+cheapest of them, as far as they fill `CHANCE` of the span. Where TPOT limits the batch none is: it would decode in the
+time of those that are kept.
 
-What was promised is held to what came (`pace`): prices follow the iterations that were carried out, and prompts wait
-where these took longer than TPOT allows.
+What was promised is held to what came (`pace`): prices follow the iterations that were carried out, those of prompts
+what these took beside decodes, and prompts wait where iterations took longer than TPOT allows. The limit fills less
+while first tokens of requests that were kept come too late, and more while none does.
 
 Where TPOT is short, time limits the batch before memory does: no more decode together than an iteration of `PACE` of
 it holds (`most_decodes`), prices share an iteration's fixed time among so many and the prompts beside them, and the
@@ -31,11 +33,11 @@ from math import floor, inf, sqrt
 from operator import itemgetter
 from typing import TYPE_CHECKING, ClassVar, NamedTuple, Self
 
-from sim.engine.plan import IterationPlan, StepTimes
+from sim.engine.plan import IterationPlan, Origin, StepTimes
 from sim.engine.sequence import Sequence
 from sim.parts.base import Order
 from sim.systems.adaptive.options import AdaptiveOptions
-from sim.systems.adaptive.pace import Correction, Pace
+from sim.systems.adaptive.pace import Beside, Correction, Pace
 from sim.systems.adaptive.request_price import Outlook, RequestPrice, make_outlook
 
 if TYPE_CHECKING:
@@ -56,6 +58,9 @@ EVERY = 20
 FILL = 0.92
 PACED_FILL = 0.8
 """The same where TPOT limits the batch: no request is parked there until there is time. Chosen by trials."""
+FILL_STEP, MISSED = 0.5, 0.03
+"""What is filled falls by so much of the share, beyond `MISSED`, of those kept that could not start in time."""
+LEAST_FILL, MOST_FILL = 0.3, 1.1
 PROMPT_SHARE = 0.2
 """Of the price limit, that a prompt must cost for its request to be deferred before it has started."""
 CHANCE = 0.04
@@ -124,6 +129,9 @@ class Triage(Order):
         self.num_kept = 0
         """Of the requests that wait."""
         self._num_hopeless = 0
+        self.fill = 1.0
+        """Times `FILL`, that the limit is to fill: less while first tokens of requests that were kept come too late."""
+        self._num_missed = 0
         self.num_price_limits = 0
         """How often the price limit was found."""
         self.is_urgent = False
@@ -156,7 +164,7 @@ class Triage(Order):
         longest = limits.max_model_len if scheduler.batching.stops_at_max_model_len else inf
         self.price = RequestPrice(self.cost, limits, longest)
         self.price.keep_pace(PACE * self.tpot_slo_s)
-        self.pace, self.correction = Pace(), Correction(self.cost)
+        self.pace, self.correction, self.beside = Pace(), Correction(self.cost), Beside()
         self._correct()
         self._asks_anew = limits.window is not None or self.cost.follows_longest
 
@@ -224,7 +232,9 @@ class Triage(Order):
         members = len(self.batch.members)
         if self.is_quiet or not members:
             return inf
-        return max(1.0, self.price.most_decodes(self.batch.context_tokens / members))
+        price = self.price
+        most = price.most_decodes(self.batch.context_tokens / members, (self.decodes_s() - price.step_s) / members)
+        return max(1.0, most)
 
     def laxity_s(self, seq: Sequence, iteration_s: float) -> float:
         """How long it could stand still and meet its SLOs yet; infinitely little where it is late already."""
@@ -264,19 +274,29 @@ class Triage(Order):
         self._correct()
         _, decodes_s, prompt_tokens, prompt_s, num_tokens, by_room, by_time, kept = zip(*arrivals, strict=True)
         self.kept_tokens_per_s = sum(compress(prompt_tokens, kept)) / span_s
-        self._decode_share = 1.0 - min(0.8, self.kept_tokens_per_s * price.token_s)
         iterations_by_room, iterations_by_time = sum(by_room), sum(by_time)
         is_limit = iterations_by_time >= iterations_by_room
+        if self.price_limit_s != inf:
+            num_kept = sum(arrival.kept for arrival in islice(reversed(arrivals), EVERY))
+            step = FILL_STEP * (min(1.0, self._num_missed / max(1, num_kept)) - MISSED)
+            self.fill = min(MOST_FILL, max(LEAST_FILL, self.fill * (1.0 - step)))
+        self._num_missed = 0
         # The prompts that are computed are those of requests that are kept, as a rule the shorter ones.
         some = kept if any(kept) else (True,) * len(kept)
-        prompt_share = sum(compress(prompt_s, some)) / sum(compress(num_tokens, some))
+        self.beside.next_piece()
+        price.beside = self.beside.factor
+        self._decode_share = 1.0 - min(0.8, self.kept_tokens_per_s * price.token_s * price.beside)
+        prompt_share = price.beside * sum(compress(prompt_s, some)) / sum(compress(num_tokens, some))
         price.keep_pace(PACE * self.tpot_slo_s, prompt_share, is_limit=is_limit)
         self._outlooks.clear()
         self.tokens_per_iteration = sum(prompt_tokens) / max(iterations_by_room, iterations_by_time)
         work_s = [one_s + price.prompt_work_s(first_s) for one_s, first_s in zip(decodes_s, prompt_s, strict=True)]
-        self.price_limit_s = first_beyond(work_s, (PACED_FILL if is_limit else FILL) * span_s + self._room_s())
+        fill = self.fill * (PACED_FILL if is_limit else FILL)
+        self.price_limit_s = first_beyond(work_s, fill * span_s + self._room_s())
         prompts = [one_s for one_s, all_s in zip(prompt_s, work_s, strict=True) if all_s > self.price_limit_s]
-        self.most_prompt_s = min(PROMPT_SHARE * self.price_limit_s, first_beyond(prompts, CHANCE * span_s))
+        self.most_prompt_s = 0.0
+        if not is_limit:
+            self.most_prompt_s = min(PROMPT_SHARE * self.price_limit_s, first_beyond(prompts, CHANCE * span_s))
 
     def _correct(self) -> None:
         """Take prices as iterations that were carried out say; no pace is kept where weights alone take longer."""
@@ -329,6 +349,7 @@ class Triage(Order):
 
     def give_up(self, seq: Sequence) -> None:
         """One that waits and is kept would have its first token too late."""
+        self._num_missed += 1
         self.remove(seq)
         self._place_at(seq, (HOPELESS, seq.request.arrival_s, seq.request.request_id))
 
@@ -383,6 +404,8 @@ class Triage(Order):
         for (old, key, _), seq in self._queue[:hoping]:
             outlook = self._outlooks.get(seq) or self._look(seq)
             kind = self.class_of(seq, outlook, iteration_s)
+            if kind == HOPELESS and old == KEPT and seq.first_token_s < 0.0:
+                self._num_missed += 1
             if kind != old or (kind == DEFERRED and key != outlook.work_s):
                 moved.append((seq, outlook))
         for seq, _ in moved:
@@ -407,9 +430,25 @@ class Triage(Order):
             self.pace.carried_out(begin_s, times, decodes=plan.num_decodes > 0)
         else:
             self.pace.rest()
+        if plan.prefill_tokens and not plan.has_swaps:
+            self._measure_prompts(plan, begin_s, times.first_end_s)
         if self._measures and not plan.has_swaps:
             self._measures = False
             self.correction.add(plan, times.first_end_s - begin_s)
+
+    def _measure_prompts(self, plan: IterationPlan, begin_s: float, end_s: float) -> None:
+        """The first iteration of `plan`, which has some, was carried out."""
+        price = self.price
+        alone_s = 0.0 if len(self.batch.members) > plan.num_sampled_prefills else price.step_s
+        if plan.num_decodes:
+            decodes = plan.num_decodes, plan.decode_context_tokens, plan.decode_window, plan.decode_longest_tokens
+            alone_s = price.factor * self.cost.decode_steps(*decodes)[0]
+        started = sum(
+            price.prefill_s(chunk.seq.request.prompt_tokens)
+            for chunk in plan.chunks
+            if chunk.origin is Origin.ADMITTED and not 0.0 <= chunk.seq.first_token_s < end_s - TIE_S
+        )
+        self.beside.add(end_s - begin_s - alone_s, started)
 
     def joined(self, seq: Sequence) -> None:
         self._stale = True
