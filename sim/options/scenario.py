@@ -194,8 +194,8 @@ class Scenario:
     engine_profile: str | None = _flag(
         None,
         "host time and CUDA graphs of the engine: vllm-0.5, vllm-v1, vllm-v1-async, sglang-0.3, kvtwin, a file, "
-        "vllm==0.11 for that of a release, or own for that of each policy's time (default: vllm-v1-async for all, vllm-v1 in "
-        "series; prices of the forms linear and paper are all there is)",
+        "vllm==0.11 for that of a release, or own for that of each policy's time (default: vllm-v1-async for all, "
+        "vllm-v1 in series; prices of the forms linear and paper are all there is)",
         "NAME|FILE|own",
         alias="engine",
         sparse=True,
