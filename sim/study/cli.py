@@ -2,7 +2,7 @@
 
 import argparse
 import sys
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields
 from functools import partial
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from sim.errors import UserError
 from sim.files import out_folder
-from sim.options.flags import add_flags
+from sim.options.flags import add_flags, taken
 from sim.options.policies import owned_option
 from sim.options.scenario import ALIASES, OF_LAYOUTS, Outputs
 from sim.options.scenario_file import option_named, read_toml, scenario_keys
@@ -154,6 +154,13 @@ def _flags_given(arguments: argparse.Namespace, without: Collection[str] = ()) -
     }
 
 
+def _tell_taken(given: Mapping[str, Any], quiet: bool) -> None:
+    """Which model and GPU were taken where none are given. Of what ended well: a refusal is one line."""
+    if (told := taken(dict(given))) and not quiet:
+        sys.stdout.flush()
+        print(f"kvtwin: {told}", file=sys.stderr)
+
+
 @contextmanager
 def progress(label: str, quiet: bool) -> "Iterator[Callable[[int], Told] | None]":
     """A bar on standard error with the rate, the time left and what failed; nothing without a terminal."""
@@ -201,6 +208,7 @@ def sweep_command(arguments: argparse.Namespace) -> int:
 
         print_points(study, found)
         print("\n".join(_told(study.where, folder, places)))
+    _tell_taken(study.fixed | dict.fromkeys(study.axes, True), arguments.quiet)
     return 0
 
 
@@ -251,6 +259,7 @@ def tune_command(arguments: argparse.Namespace) -> int:
     if not arguments.quiet:
         print("\n".join(lines(found)))
         print(f"Candidates, picture and runs are in {folder}")
+    _tell_taken(asked.study.fixed | dict.fromkeys(asked.study.axes, True), arguments.quiet)
     return 0
 
 
@@ -277,6 +286,7 @@ def plan_command(arguments: argparse.Namespace) -> int:
     if not arguments.quiet:
         print("\n".join([*lines(found), "", *front_lines(found), "", *commands(found, folder)]))
         print(f"The answer, its runs and a manifest for Kubernetes are in {folder}; kvtwin report {folder} shows it")
+    _tell_taken(vars(arguments), arguments.quiet)
     return 0
 
 
@@ -308,6 +318,7 @@ def map_command(arguments: argparse.Namespace) -> int:
     if not arguments.quiet:
         print("\n".join(lines(regimes, found)))
         print("\n".join(_told(regimes.study.where, folder, places)))
+    _tell_taken(regimes.study.fixed | dict.fromkeys(regimes.study.axes, True), arguments.quiet)
     return 0
 
 

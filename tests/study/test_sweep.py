@@ -571,3 +571,11 @@ def test_flags_that_do_not_fit_the_study_are_refused(tmp_path, capsys, flags, re
     assert kvtwin.main(command(path, tmp_path / "o", "--jobs", "1", *flags)) == 2
     error = capsys.readouterr().err
     assert refusal in error and error.count("\n") == 1
+
+
+def test_a_model_that_is_not_given_is_told_and_what_is_an_axis_is_given(tmp_path, capsys):
+    """The GPU is an axis."""
+    (tmp_path / "s.toml").write_text('workload = "fixed"\nnum-prompts = 2\n[sweep.grid]\ngpu = ["l20", "h100"]\n')
+    words = ["sweep", str(tmp_path / "s.toml"), "--out", str(tmp_path / "o"), "--jobs", "1", "--no-figures"]
+    assert kvtwin.main(words) == 0
+    assert capsys.readouterr().err == "kvtwin: taken, as not given: --model llama-2-7b\n"
