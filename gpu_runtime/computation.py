@@ -113,7 +113,7 @@ class Computation:
         for seq, first, end in spans[: len(chunks)]:
             work.add_chunk(seq, end - first, first, self._tokens.of(seq))
         for seq, first, end in spans[len(chunks) :]:
-            work.add_decode(seq, end, self._tokens.of(seq), end - first, self._in_flight.place(seq))
+            work.add_decode(seq, end, self._tokens.of(seq), end - first)
         try:
             logits = work.run(self._memory.decoder, self._memory.gpu, self.tables, self._graph)
             chosen = self._choose(logits, work.sampled, work.sampled_positions)
@@ -146,10 +146,8 @@ class Computation:
             return False
         tokens, late = [], self._in_flight.late()
         for row, (seq, length) in enumerate(decodes):
-            place = self._in_flight.place(seq)
-            tokens.append(self._tokens.of(seq)[length - 1] if place is None else 0)
-            if place is not None and late is not None:
-                late.add(row, place)
+            is_late = late is not None and late.take(row, seq)
+            tokens.append(0 if is_late else self._tokens.of(seq)[length - 1])
         chosen = self._choose(graph.run(tokens, lengths, rows, late=late), seqs, lengths)
         if self._caches_prefixes:
             self._memory.placement.prefixes.computed([(seq, length - 1, length) for seq, length in decodes])

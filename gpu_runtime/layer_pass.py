@@ -78,12 +78,10 @@ class LayerPass:
         self._token_ids += tokens[cached : cached + num_new]
         self._add(seq, num_new, cached, self._placement.held[seq].slots)
 
-    def add_decode(
-        self, seq: Sequence, num_tokens: int, tokens: abc.Sequence[int], num_new: int = 1, late: int | None = None
-    ) -> None:
+    def add_decode(self, seq: Sequence, num_tokens: int, tokens: abc.Sequence[int], num_new: int = 1) -> None:
         """A member that computes the last of its context's `num_tokens` tokens, `num_new` where others lack KV.
 
-        The last one is not among `tokens` where it is `late`: its place there.
+        The last one is not among `tokens` where it is `late`.
         """
         self._only_decodes = self._only_decodes and num_new == 1
         cached = num_tokens - num_new
@@ -98,8 +96,7 @@ class LayerPass:
         self._borrowed += slots
         self._sampled.append(len(self.members))
         self._token_ids += tokens[cached:num_tokens]
-        if late is not None and self.late is not None:
-            self.late.add(len(self._token_ids), late)
+        if self.late is not None and self.late.take(len(self._token_ids), seq):
             self._token_ids.append(0)
         self._add(seq, num_new, cached, slots)
 

@@ -5,7 +5,7 @@ the next one reads its tokens (`LateTokens`), so that neither waits for the host
 """
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -19,16 +19,20 @@ from sim.engine.sequence import Sequence as Seq
 class LateTokens:
     """Which of an iteration's tokens are those that the iteration before it has chosen."""
 
-    def __init__(self, chosen: Tensor) -> None:
-        """`chosen` [n] by the iteration before, on the device."""
-        self._chosen = chosen
+    def __init__(self, chosen: Tensor, places: Mapping[Seq, int]) -> None:
+        """`chosen` [n] by the iteration before, on the device, and each sequence's place there."""
+        self._chosen, self._places_of = chosen, places
         self._rows: list[int] = []
         self._places: list[int] = []
 
-    def add(self, row: int, place: int) -> None:
-        """Token `row` is the one that was chosen at `place`."""
+    def take(self, row: int, seq: Seq) -> bool:
+        """Whether the last token of `seq` is one of them; if so it becomes token `row`."""
+        place = self._places_of.get(seq)
+        if place is None:
+            return False
         self._rows.append(row)
         self._places.append(place)
+        return True
 
     def fill(self, token_ids: Tensor) -> None:
         """Put them among an iteration's `token_ids` [N], whose entry there is a filler; without waiting for them."""
@@ -60,6 +64,7 @@ class TokensInFlight:
         self._flying: deque[Flight] = deque()
         self._current = Flight()
         self._places: dict[Seq, int] = {}
+        """Of the sequences of the latest iteration launched before."""
 
     def begin(self) -> None:
         """An iteration is about to be launched."""
@@ -92,11 +97,7 @@ class TokensInFlight:
     def late(self) -> LateTokens | None:
         """For the iteration that is being launched: what the one before it has chosen; None if that has been read."""
         chosen = self._flying[-1].chosen if self._flying else None
-        return None if chosen is None else LateTokens(chosen)
-
-    def place(self, seq: Seq) -> int | None:
-        """Where among these the token of a sequence is; None if it has none."""
-        return self._places.get(seq)
+        return None if chosen is None else LateTokens(chosen, self._places)
 
     def land(self) -> Iterator[tuple[Seq, int, bool]]:
         """Wait for the oldest iteration; its tokens, and whether each was computed."""

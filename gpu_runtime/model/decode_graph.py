@@ -13,6 +13,7 @@ from gpu_runtime.kv.pool import KVPool
 from gpu_runtime.model.attention_batch import NOWHERE, AttentionBatch
 from gpu_runtime.model.decoder import Decoder
 from gpu_runtime.model.kernels import PlanDecodes
+from gpu_runtime.to_device import to_device
 from gpu_runtime.tokens_in_flight import LateTokens
 
 Capture = Callable[[Callable[[], object]], Callable[[], object]]
@@ -25,64 +26,77 @@ Between = Callable[[int], None]
 
 
 class Metadata:
-    """What a captured batch must know, as views of one buffer of int32, so that one copy brings all of it.
+    """What a captured batch must know anew in each iteration, as views of one buffer of int32: one copy brings it.
 
     Attributes:
         tokens: [size] the token that each sequence computes.
         seq_lens: [size] context + 1.
         positions: [size] of the token in its sequence, which is its context.
         slots: [groups, size] where its KV goes.
-        tables: [max_blocks, groups, size] block ids. Blocks come last in the buffer, so what a batch needs of them,
-            as many as its longest sequence has, stands at the front.
+        used: elements of the buffer in use.
     """
 
-    def __init__(self, buffer: Tensor, size: int, num_groups: int, max_blocks: int) -> None:
-        self.size = size
-        fixed = (3 + num_groups) * size
+    def __init__(self, buffer: Tensor, size: int, num_groups: int) -> None:
+        self.used = (3 + num_groups) * size
         self.tokens, self.seq_lens, self.positions = buffer[: 3 * size].view(3, size)
-        self.slots = buffer[3 * size : fixed].view(num_groups, size)
-        self.tables = buffer[fixed : fixed + max_blocks * num_groups * size].view(max_blocks, num_groups, size)
-        self._fixed, self._per_block = fixed, num_groups * size
+        self.slots = buffer[3 * size : self.used].view(num_groups, size)
 
     @staticmethod
     def elements(size: int, num_groups: int, max_blocks: int) -> int:
-        """Of a buffer for so many sequences."""
+        """Of a buffer for so many sequences, and of their block tables."""
         return (3 + num_groups + max_blocks * num_groups) * size
 
-    def used(self, num_blocks: int) -> int:
-        """Elements to copy for tables of so many blocks."""
-        return self._fixed + num_blocks * self._per_block
+
+class Tables:
+    """Block tables [groups, largest, max_blocks] int32 of all captured sizes, which have the first rows each.
+
+    They stay from one iteration to the next, whatever its size: only what has changed is sent. Rows of padding have
+    what some sequence left there, which is a block as well.
+    """
+
+    def __init__(self, num_groups: int, largest: int, max_blocks: int, device: torch.device) -> None:
+        self.known = np.zeros((num_groups, largest, max_blocks), dtype=np.int32)
+        """What is on the device, or on its way there."""
+        self.there = torch.zeros(self.known.shape, dtype=torch.int32, device=device)
+        self._rows: list[np.ndarray | None] = [None] * largest
+        groups = np.arange(num_groups, dtype=np.int64)[:, None]
+        self._starts = groups * (largest * max_blocks)
+
+    def update(self, tables: Sequence[np.ndarray]) -> None:
+        """Send what has changed of the `tables` [groups, blocks] of a batch's sequences, in order.
+
+        An array seen before at the same place is taken to be unchanged.
+        """
+        places, blocks, width = [], [], self.known.shape[2]
+        for i, rows in enumerate(tables):
+            if self._rows[i] is rows:
+                continue
+            self._rows[i] = rows
+            known = self.known[:, i, : rows.shape[1]]
+            changed = known != rows
+            if changed.any():
+                at = self._starts + (i * width + np.arange(rows.shape[1]))
+                places.append(at[changed])
+                blocks.append(rows[changed])
+                known[changed] = rows[changed]
+        if places:
+            sent = to_device(np.stack((np.concatenate(places), np.concatenate(blocks))), self.there.device)
+            self.there.view(-1).index_copy_(0, sent[0], sent[1].to(torch.int32))
 
 
 class Staging:
     """What a batch must know, on the host, until the device has fetched it; one of `NUM_STAGED`."""
 
-    def __init__(self, elements: int, sizes: Sequence[int], num_groups: int, max_blocks: int, *, pin: bool) -> None:
-        """`elements` of `Metadata` for the largest of `sizes`; `pin` the memory for a CUDA device."""
-        self.buffer = torch.zeros(elements, dtype=torch.int32, pin_memory=pin)
-        self.of_size = {size: Metadata(self.buffer, size, num_groups, max_blocks) for size in sizes}
-        self._columns: list[np.ndarray | None] = []
-        self._size = 0
+    def __init__(self, sizes: Sequence[int], num_groups: int, *, pin: bool) -> None:
+        """For any of the captured `sizes`; `pin` the memory for a CUDA device."""
+        self.buffer = torch.zeros((3 + num_groups) * max(sizes), dtype=torch.int32, pin_memory=pin)
+        self.of_size = {size: Metadata(self.buffer, size, num_groups) for size in sizes}
 
     def write(
-        self,
-        size: int,
-        tokens: Sequence[int],
-        seq_lens: Sequence[int],
-        tables: Sequence[np.ndarray],
-        block_tokens: int,
-    ) -> int:
-        """Write a batch that is padded to `size`; how many elements are in use."""
-        data = self.of_size[size]
-        if size != self._size:
-            # Another size lays the buffer out anew, and padding reads blocks too.
-            self._size, self._columns = size, [None] * size
-            data.tables.zero_()
-        count, columns, staged = len(tokens), self._columns, data.tables.numpy()
-        for i, rows in enumerate(tables):
-            if columns[i] is not rows:
-                staged[: rows.shape[1], :, i] = rows.T
-                columns[i] = rows
+        self, size: int, tokens: Sequence[int], seq_lens: Sequence[int], known: np.ndarray, block_tokens: int
+    ) -> Metadata:
+        """Write a batch that is padded to `size`, with its tables `known` [groups, largest, max_blocks]."""
+        data, count = self.of_size[size], len(tokens)
         lengths, positions = data.seq_lens.numpy(), data.positions.numpy()
         inputs = data.tokens.numpy()
         inputs[:count], inputs[count:] = tokens, 0
@@ -90,9 +104,9 @@ class Staging:
         np.subtract(lengths, 1, out=positions)
         blocks, offsets = np.divmod(positions[:count], block_tokens)
         slots = data.slots.numpy()
-        slots[:, :count] = staged[blocks, :, np.arange(count)].T * block_tokens + offsets
+        slots[:, :count] = known[:, np.arange(count), blocks] * block_tokens + offsets
         slots[:, count:] = NOWHERE
-        return data.used(int(blocks.max()) + 1)
+        return data
 
 
 class DecodeGraph:
@@ -137,13 +151,11 @@ class DecodeGraph:
         self.by_layer, self._max_blocks = by_layer, max_blocks
         self._longest = min(max_blocks * pool.block_tokens, decoder.config.max_position_embeddings)
         largest, config = self._sizes[-1], decoder.config
-        elements = Metadata.elements(largest, pool.num_groups, max_blocks)
-        self._buffer = torch.zeros(elements, dtype=torch.int32, device=pool.device)
+        groups = pool.num_groups
+        self._buffer = torch.zeros((3 + groups) * largest, dtype=torch.int32, device=pool.device)
+        self._tables = Tables(groups, largest, max_blocks, pool.device)
         pin = pool.device.type == "cuda"
-        self._stagings = cycle(
-            [Staging(elements, self._sizes, pool.num_groups, max_blocks, pin=pin) for _ in range(NUM_STAGED)]
-        )
-        self._last_size = 0
+        self._stagings = cycle([Staging(self._sizes, groups, pin=pin) for _ in range(NUM_STAGED)])
         self._starts = torch.arange(largest + 1, dtype=torch.int32, device=pool.device)
         self._none = torch.zeros(0, dtype=torch.int32, device=pool.device)
         # One for all sizes: logits that each graph kept for itself would take a gigabyte of a large vocabulary.
@@ -158,13 +170,10 @@ class DecodeGraph:
             self._plans[size] = decoder.kernels.planner(batch, pool)
             self._replays[size] = [capture(part) for part in self._parts(batch)]
 
-    def _metadata(self, buffer: Tensor, size: int) -> Metadata:
-        return Metadata(buffer, size, self._pool.num_groups, self._max_blocks)
-
     def _batch(self, size: int) -> AttentionBatch:
         """A batch of decodes on views of the buffer, as long as contexts can be."""
-        data = self._metadata(self._buffer, size)
-        # What other sizes have left there is no block id.
+        data = Metadata(self._buffer, size, self._pool.num_groups)
+        # What other sizes have left there is no position.
         self._buffer.zero_()
         data.seq_lens.fill_(1)
         data.slots.fill_(NOWHERE)
@@ -175,7 +184,7 @@ class DecodeGraph:
             context_lens=data.positions,
             seq_lens=data.seq_lens,
             positions=data.positions,
-            block_tables=data.tables.permute(1, 2, 0),
+            block_tables=self._tables.there[:, :size],
             slot_mapping=data.slots,
             decode_seqs=self._starts[:size],
             chunk_seqs=self._none,
@@ -192,7 +201,7 @@ class DecodeGraph:
     def _parts(self, batch: AttentionBatch) -> list[Callable[[], object]]:
         """What is captured for a batch: all of it, or embedding, layers and head apart."""
         size = len(batch.num_new)
-        tokens = self._metadata(self._buffer, size).tokens
+        tokens = Metadata(self._buffer, size, self._pool.num_groups).tokens
         decoder, pool, logits, hidden = self._decoder, self._pool, self._logits[:size], self._hidden[:size]
         if not self.by_layer:
             return [lambda: logits.copy_(decoder.forward(tokens, batch, pool))]
@@ -245,18 +254,14 @@ class DecodeGraph:
             raise ValueError("layers that were captured as one graph cannot be interrupted")
         size = self.size_of(count)
         staging = next(self._stagings)
-        used = staging.write(size, tokens, seq_lens, tables, self._pool.block_tokens)
-        if size != self._last_size:
-            # What the other size has left there is no block id.
-            self._last_size = size
-            self._buffer.zero_()
-        self._buffer[:used].copy_(staging.buffer[:used], non_blocking=True)
+        self._tables.update(tables)
+        data = staging.write(size, tokens, seq_lens, self._tables.known, self._pool.block_tokens)
+        self._buffer[: data.used].copy_(staging.buffer[: data.used], non_blocking=True)
         if late is not None:
             late.fill(self._buffer[:size])
         plan = self._plans[size]
         if plan is not None:
-            data = staging.of_size[size]
-            plan(data.seq_lens.numpy(), data.tables.numpy()[:, 0])
+            plan(data.seq_lens.numpy(), self._tables.known[0, :size].T)
         for place, replay in enumerate(self._replays[size], start=-1):
             is_layer = 0 <= place < len(self._decoder.layers)
             if is_layer and before_layer is not None:

@@ -14,7 +14,7 @@ from runtime_small import SMALL, Runner  # noqa: E402
 from runtime_variants import FEW, STREAM  # noqa: E402
 from test_runtime_policies import WORKLOADS, check  # noqa: E402
 
-from gpu_runtime.model import backend  # noqa: E402
+from gpu_runtime.model import backend, decode_graph  # noqa: E402
 from gpu_runtime.model.capture_sizes import capture_sizes  # noqa: E402
 from gpu_runtime.model.decode_graph import DecodeGraph, capture_graph  # noqa: E402
 from gpu_runtime.model.decoder import Decoder  # noqa: E402
@@ -32,7 +32,7 @@ def graphed(monkeypatch):
     replaying = []
 
     def replayed(self, tokens, *rest, **between):
-        passes.append(("graph by layer" if between else "graph", self.size_of(len(tokens))))
+        passes.append(("graph by layer" if between.keys() > {"late"} else "graph", self.size_of(len(tokens))))
         replaying.append(True)
         try:
             return replay(self, tokens, *rest, **between)
@@ -110,10 +110,10 @@ def test_no_workload_finds_a_token_that_a_graph_changes(variant, rows, graphed):
 def test_a_replay_out_of_memory_is_computed_in_parts(graphed, monkeypatch):
     run = DecodeGraph.run
 
-    def small_memory(self, tokens, *rest):
+    def small_memory(self, tokens, *rest, late):
         if len(tokens) > 2:
             raise torch.OutOfMemoryError("tried to allocate too much")
-        return run(self, tokens, *rest)
+        return run(self, tokens, *rest, late=late)
 
     monkeypatch.setattr(DecodeGraph, "run", small_memory)
     served, completed = graphed.check("vllm-recompute", ROWS, gpu=60, seqs=4)
@@ -167,6 +167,25 @@ def test_a_capture_without_memory_says_so_and_leaves_the_stream(monkeypatch, end
     with pytest.raises(torch.OutOfMemoryError, match="too much"):
         capture_graph(compute, SimpleNamespace(device="cuda"))
     assert current[-1] == "the caller's"
+
+
+def test_of_block_tables_only_what_has_changed_is_sent(monkeypatch):
+    """Another captured size, as when a sequence ends, zeroed and wrote all tables anew: 0.5 to 33 ms with 32 tables."""
+    sent = []
+    monkeypatch.setattr(decode_graph, "to_device", lambda values, device: sent.append(values) or torch.tensor(values))
+    runner, graph = small_graph(block_tokens=4)
+    runner.step({0: list(range(20)), 1: list(range(9))})
+    tokens, lengths, tables = runner.decodes({0: [1], 1: [2]})
+    for count in (2, 1, 2, 1):
+        graph.run(tokens[:count], lengths[:count], tables[:count])
+    assert [values.shape[1] for values in sent] == [6 + 3]
+    # The first begins a block, the other is in one that is known.
+    runner.batch({0: [3] * 3})
+    tokens, lengths, tables = runner.decodes({0: [4], 1: [5]})
+    graph.run(tokens, lengths, tables)
+    assert [values[1].tolist() for values in sent[1:]] == [[tables[0][0, -1]]]
+    for place, rows in enumerate(tables):
+        assert graph._tables.there[0, place, : rows.shape[1]].tolist() == rows[0].tolist()
 
 
 def test_a_driver_acts_around_each_layer_of_its_own():

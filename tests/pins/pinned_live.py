@@ -111,8 +111,7 @@ def move(name: str) -> Answers:
 # -- memory ------------------------------------------------------------------------------------------------------------
 
 REFUSED = (
-    "ellm", "mooncake", "vllm-v1:kv-offloading-size=1", "vllm-v1:async-scheduling=true",
-    "adaptive:memory=tiered-states",
+    "ellm", "mooncake", "vllm-v1:kv-offloading-size=1", "adaptive:memory=tiered-states",
 )  # fmt: skip
 PLAIN = Scenario(
     model="qwen3-0.6b", gpu="l20", workload="fixed", input_len=9, output_len=9, engine_profile="kvtwin", swap_space=None
