@@ -60,7 +60,7 @@ class LinearCost(CostModel):
         self.window_share = model.kv_format().num_window_readers / model.num_layers if model else 0.0
 
     def iteration_s(self, plan: IterationPlan) -> float:
-        context_tokens: float = plan.decode_context_tokens
+        context_tokens = float(plan.decode_context_tokens)
         if plan.decode_window is not None:
             context_tokens += self.window_share * (plan.decode_window.tokens - context_tokens)
         num_decodes = plan.num_decodes + plan.num_single_chunks
@@ -75,8 +75,7 @@ class LinearCost(CostModel):
     def decode_run(
         self, num_decodes: int, context_tokens: int, window: WindowTokens | None = None, longest_tokens: int = 0
     ) -> tuple[float, float]:
-        read: float = context_tokens
-        growing: float = num_decodes
+        read, growing = float(context_tokens), float(num_decodes)
         if window is not None:
             read += self.window_share * (window.tokens - context_tokens)
             growing += self.window_share * (window.num_growing - num_decodes)

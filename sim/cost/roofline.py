@@ -315,7 +315,7 @@ class RooflineCost(CostModel):
 
     def _tiled_s(self, plan: IterationPlan, num_decodes: int, read_s: float) -> float:
         """Attention of prompts, and of decodes that would read for `read_s` by themselves, in one kernel, s."""
-        pairs: float = plan.prefill_pairs
+        pairs = float(plan.prefill_pairs)
         longest, tiles, most, sequences = 0.0, 0.0, 1.0, num_decodes
         for _, num_new, cached, _ in plan.chunks:
             if num_new > 1 or not plan.num_single_chunks:
@@ -481,7 +481,7 @@ class RooflineCost(CostModel):
     def _prompt_s(self, num_tokens: int) -> float:
         """Linear layers and attention of a prompt alone."""
         if self.is_uniform:
-            pairs: float = num_tokens * (num_tokens + 1) // 2
+            pairs = float(num_tokens * (num_tokens + 1) // 2)
             if self.tile_tokens:
                 pairs += max(0.0, self.tile_tokens - num_tokens) * (num_tokens + 1) / 2
                 pairs = max(pairs, self.walk_pairs_per_token * num_tokens)

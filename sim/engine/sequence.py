@@ -50,6 +50,30 @@ TRANSITIONS: dict[Status, frozenset[Status]] = {
 """Which status may follow which. `kvtwin.testing` holds every preset to it."""
 
 
+SLOTS = (
+    "batch_offset",
+    "error",
+    "finish_s",
+    "finish_step",
+    "first_scheduled_s",
+    "first_token_s",
+    "last_token_s",
+    "num_blocks",
+    "num_cached_tokens",
+    "num_computed",
+    "num_generated",
+    "num_preemptions",
+    "num_tokens",
+    "output_tokens",
+    "predicted_lower_tokens",
+    "predicted_median_tokens",
+    "prefilling",
+    "request",
+    "status",
+)
+"""Of a sequence: all that is to be said of its progress."""
+
+
 class Sequence:
     """Progress of one request.
 
@@ -61,27 +85,7 @@ class Sequence:
     Times are seconds on the run's clock; -1.0 means not yet.
     """
 
-    __slots__ = (
-        "batch_offset",
-        "error",
-        "finish_s",
-        "finish_step",
-        "first_scheduled_s",
-        "first_token_s",
-        "last_token_s",
-        "num_blocks",
-        "num_cached_tokens",
-        "num_computed",
-        "num_generated",
-        "num_preemptions",
-        "num_tokens",
-        "output_tokens",
-        "predicted_lower_tokens",
-        "predicted_median_tokens",
-        "prefilling",
-        "request",
-        "status",
-    )
+    __slots__ = SLOTS
 
     calls: tuple[ToolCall, ...] = ()
     """Of tools, those to come; the first may be under way."""

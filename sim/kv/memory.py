@@ -63,8 +63,6 @@ class Memory(Part):
     """GPU blocks that copies under way will free."""
     host_reserved = 0
     """Host blocks set aside for the coming step that no sequence holds yet."""
-    num_cached_on_host = 0
-    """Host blocks of cached content, beside those that sequences hold."""
 
     @classmethod
     def build(cls, b: "Builder") -> "Memory":
@@ -292,6 +290,11 @@ class Memory(Part):
         self.gpu.allocate(self.blocks_holding(seq.num_tokens - 1))
         self.scheduler.changes.append(make_place((seq, ALL_LAYERS, blocks, 0)))
         return blocks
+
+    @property
+    def num_cached_on_host(self) -> int:
+        """Host blocks of cached content, beside those that sequences hold."""
+        return 0
 
     # -- told and asked where plans are executed ---------------------------------------------------------------------
 

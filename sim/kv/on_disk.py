@@ -247,9 +247,9 @@ class DiskTieredMemory(TieredMemory):
                 for _ in range(self._claims.pop(key, 0)):
                     self.cache.pin((key,))
         else:
-            seq, keys = move.seq, self.keys.of(move.seq.request)
+            seq, named = move.seq, self.keys.of(move.seq.request)
             super().transfer_done(move)
-            self._write(seq, keys[: -(-move.end_token // self.block_size)])
+            self._write(seq, named[: -(-move.end_token // self.block_size)])
 
     def _write(self, seq: Sequence, keys: tuple[int, ...]) -> None:
         """Copy to the disk what it lacks of a turn that is on the host."""

@@ -51,7 +51,7 @@ class TieredMemory(PrefixMemory):
     def __init__(self, limits: Limits, worth: Worth, *, in_flight_hits: bool = False) -> None:
         """`worth` prices loads; `in_flight_hits` as for `PrefixMemory`."""
         super().__init__(limits, in_flight_hits=in_flight_hits)
-        self.keys = NamedChain(limits.block_size)
+        self.keys = self.chain = NamedChain(limits.block_size)
         self.worth = worth
         self.cache = HostCache(limits.num_cpu_blocks)
         self.tier = TierCounters(num_blocks=limits.num_cpu_blocks)
@@ -82,7 +82,7 @@ class TieredMemory(PrefixMemory):
     def name_blocks(self, seq: Sequence, keys: tuple[int, ...]) -> None:
         access = self._access(seq)
         known = len(access.keys)
-        access.keys = self.keys.extended(access.keys, keys)
+        access.keys = self.chain.extended(access.keys, keys)
         super().name_blocks(seq, access.keys[known:])
 
     @property
@@ -187,7 +187,7 @@ class TieredMemory(PrefixMemory):
         if not ended or not (seq.request.hash_ids or seq in self._accesses):
             super().release(seq)
             return
-        self.keys.forget(self._keys_in_use)
+        self.chain.forget(self._keys_in_use)
         access = self._access(seq)
         del self._accesses[seq]
         full = self.full_blocks(seq)
@@ -230,5 +230,7 @@ class TieredMemory(PrefixMemory):
         """Of all that is cached, and of sequences that have not ended."""
         yield from self.index.keys()
         yield from self.cache.keys()
-        for known in (*self._accesses.values(), *self._holdings.values()):
-            yield from known.keys
+        for access in self._accesses.values():
+            yield from access.keys
+        for holding in self._holdings.values():
+            yield from holding.keys

@@ -40,8 +40,6 @@ class Batching(Part, ABC):
     """Whether a request ends when it has so many tokens, whatever it asked for."""
     schedules_ahead = False
     """Whether a step is scheduled while the one before it runs (vLLM's async scheduling)."""
-    reports_copies = False
-    """Whether each step, one without work too, is in flight with the copies that had ended when it was launched."""
     frees_in_order: ClassVar[bool] = False
     """Whether sequences that end in one step give their blocks back in the order in which they ran (`in_order`)."""
 
@@ -53,6 +51,11 @@ class Batching(Part, ABC):
     def refusal(self, seq: Sequence) -> str | None:
         """Why a request that arrives is not taken at all; None: it is."""
         return None
+
+    @property
+    def reports_copies(self) -> bool:
+        """Whether each step, one without work too, is in flight with the copies that had ended when it was launched."""
+        return False
 
     def in_order(self, seqs: list[Sequence]) -> list[Sequence]:
         """Running sequences, in the order in which they run."""

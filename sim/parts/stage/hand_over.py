@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, ClassVar
 
 from sim.engine.changes import Move, Tier
-from sim.engine.sequence import Sequence, Status
+from sim.engine.sequence import SLOTS, Sequence, Status
 from sim.kv.memory import ReturnsKV
 from sim.parts.base import Stage
 from sim.parts.catalogue import class_at
@@ -76,7 +76,7 @@ def continued(seq: Sequence) -> Sequence:
     """`seq` as the engine knows it that goes on with it: the same progress, no blocks yet."""
     # Each engine has its own: they hold blocks at the same time while KV is on its way.
     copy = Sequence(seq.request)
-    for name in Sequence.__slots__:
+    for name in SLOTS:
         setattr(copy, name, getattr(seq, name))
     copy.num_blocks = 0
     return copy

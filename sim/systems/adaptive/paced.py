@@ -74,7 +74,7 @@ class Paced(Unified):
         order, eviction = scheduler.order, scheduler.eviction
         assert isinstance(order, Triage)
         assert isinstance(eviction, Park)
-        self.order, self.park = order, eviction
+        self.triage, self.park = order, eviction
         self.limit = self.budget
         self._looked_at: Sequence | None = None
         """The head that was looked at last, where it is deferred or hopeless."""
@@ -92,7 +92,7 @@ class Paced(Unified):
     def fill(self, plan: IterationPlan, now_s: float) -> None:
         self._started = self._alone = self._held = False
         self.park.make_room(plan)
-        if self.order.waiting or self.partials:
+        if self.triage.waiting or self.partials:
             members = len(self.batch.members)
             self.budget = self.limit
             if members:
@@ -103,7 +103,7 @@ class Paced(Unified):
                 self.budget = chunk if self._alone else min(self.limit, members + chunk)
                 while late := self._late(self.budget if self._alone else self.budget - members, now_s):
                     for seq in late:
-                        self.order.give_up(seq)
+                        self.triage.give_up(seq)
         super().fill(plan, now_s)
         self._prompt_tokens = plan.prefill_tokens
 
@@ -136,7 +136,7 @@ class Paced(Unified):
 
     def _chunk(self, now_s: float) -> int:
         """Prompt tokens of this iteration."""
-        order, pending = self.order, self.pending()
+        order, pending = self.triage, self.pending()
         if not pending:
             return max(self._worth, LEAST_DEFERRED_CHUNK, ceil(DEFERRED_AHEAD * order.tokens_per_iteration))
         self.find_worth()
@@ -158,7 +158,7 @@ class Paced(Unified):
 
     def _in_time(self, chunk: int, *, alone: bool) -> int:
         """Of so many prompt tokens, those that there is time for beside the decodes; 0 rather than too few to pay."""
-        order, pace = self.order, self.order.pace
+        order, pace = self.triage, self.triage.pace
         left_s = pace.saved_s if alone else pace.saved_s + pace.iteration_s - order.decodes_s()
         if left_s <= 0.0:
             return 0
@@ -174,7 +174,7 @@ class Paced(Unified):
         """Those that are kept and have room now, first come first served, and the tokens of each: so many in all."""
         free, seats = self.paged.gpu.free - self.park.headroom(), self.park.seats()
         found: list[tuple[Sequence, int]] = []
-        for seq in self.order.kept():
+        for seq in self.triage.kept():
             self.paged.look_up(seq, is_next=False)
             free -= self.paged.blocks_wanted(seq, seq.num_tokens)
             if free < 0 or len(found) >= seats or num_tokens <= 0:
@@ -187,7 +187,7 @@ class Paced(Unified):
 
     def _late(self, chunk: int, now_s: float) -> list[Sequence]:
         """Those that would start in this iteration, of so many prompt tokens, and have their first token too late."""
-        order, price = self.order, self.order.price
+        order, price = self.triage, self.triage.price
         if not order.num_kept:
             return []
         # Of the iterations to come.
@@ -217,7 +217,7 @@ class Paced(Unified):
 
     def pending(self) -> list[Sequence]:
         """Prompts that are kept, half done or waiting, as far as it looks ahead."""
-        found = [*self.partials, *islice(self.order.kept(), LOOK_AHEAD + 1)]
+        found = [*self.partials, *islice(self.triage.kept(), LOOK_AHEAD + 1)]
         if self._looked_at is not None and self._looked_at in found:
             found.remove(self._looked_at)
         return found[:LOOK_AHEAD]
@@ -228,7 +228,7 @@ class Paced(Unified):
         Only where the price limit is new, and before `is_due`, which is asked in the middle of a step: the decodes are
         those of then.
         """
-        order = self.order
+        order = self.triage
         if self._num_price_limits == order.num_price_limits or not self.batch.members or self._is_due_anyway:
             return
         self._num_price_limits = order.num_price_limits
@@ -237,7 +237,7 @@ class Paced(Unified):
 
     @property
     def _is_due_anyway(self) -> bool:
-        return self.order.price_limit_s == inf or self.order.is_urgent
+        return self.triage.price_limit_s == inf or self.triage.is_urgent
 
     def is_due(self, pending: list[Sequence] | None = None) -> bool:
         """Whether it is time for a chunk of the `pending`: there is enough for one, or one of them has waited."""
@@ -252,7 +252,7 @@ class Paced(Unified):
 
     def _added_s(self, tokens: int) -> float:
         """By how much a chunk lengthens an iteration of this batch."""
-        batch, cost, plan = self.batch, self.order.cost, self._plans.get(tokens)
+        batch, cost, plan = self.batch, self.triage.cost, self._plans.get(tokens)
         if plan is None:
             plan = self._plans[tokens] = self._plan_of(tokens)
         plan.num_decodes, plan.decode_context_tokens = len(batch.members), batch.context_tokens
@@ -264,7 +264,7 @@ class Paced(Unified):
         """What an iteration of a chunk alone takes."""
         seconds = self._seconds.get(tokens)
         if seconds is None:
-            seconds = self._seconds[tokens] = self.order.cost.iteration_s(self._plan_of(tokens))
+            seconds = self._seconds[tokens] = self.triage.cost.iteration_s(self._plan_of(tokens))
         return seconds
 
     @staticmethod
@@ -276,12 +276,12 @@ class Paced(Unified):
     def _finds_room(self, seq: Sequence, num_tokens: int, keep_free: int) -> bool:
         if self.park.seats() <= 0:
             return False
-        self._looked_at = None if self.order.is_kept(seq) else seq
+        self._looked_at = None if self.triage.is_kept(seq) else seq
         return self._has_blocks(seq)
 
     def _has_blocks(self, seq: Sequence) -> bool:
         """Whether they are free for the head, and for those that decode while they last."""
-        park, order = self.park, self.order
+        park, order = self.park, self.triage
         wanted = self.paged.blocks_wanted(seq, seq.num_tokens)
         gpu, kept = self.paged.gpu, order.is_kept(seq)
         if not self.running and not park.promoting:

@@ -163,7 +163,7 @@ class Park(Recompute):
         return map(self.prospects.seqs.__getitem__, self._returning(judged))
 
     def _count_kept(self, judged: Judged) -> None:
-        self.num_kept = np.count_nonzero(judged.kind[self.prospects.rows(LEAVING, AWAY)] == KEPT)
+        self.num_kept = int(np.count_nonzero(judged.kind[self.prospects.rows(LEAVING, AWAY)] == KEPT))
 
     def _returning(self, judged: Judged) -> list[int]:
         """Their rows, in that order."""

@@ -130,7 +130,8 @@ class PrefixTree:
         return Match(last, pages, node, depth - pages)
 
     def _touch(self, node: Node) -> None:
-        used, above = self._tick(), node
+        used = self._tick()
+        above: Node | None = node
         while above is not None:
             above.used = used
             used -= ANCESTOR_TICK
