@@ -71,7 +71,7 @@ SLOTS = (
     "request",
     "status",
 )
-"""Of a sequence: all that is to be said of its progress."""
+"""What a sequence keeps; a copy of one has the same."""
 
 
 class Sequence:
