@@ -4,8 +4,8 @@ python validation/vllm_closed_loop.py FILE --served qwen3-32b-h100    # says so 
 
 FILE is ai-dynamo/aiconfigurator's silicon_sample.csv (Apache-2.0) or rows of it. Of vLLM's rows of a model it takes
 parallelism, input and output length, concurrency, TTFT and TPOT; `SERVED` has whose rows those are and how each was
-measured. Nothing is fitted to them. Left out are rows of several engines, of data-parallel attention and of Kimi on
-B200, and those of Llama-3.1-8B on H200: with as many clients as they say, prompts alone would take up to 1,707 TFLOP/s
+measured. Nothing is fitted to them. Left out are rows of several engines and of Kimi on B200,
+and those of Llama-3.1-8B on H200: with as many clients as they say, prompts alone would take up to 1,707 TFLOP/s
 of a GPU of 1,979. So many were found in a prefix cache, and nothing says how many.
 """
 
@@ -116,6 +116,7 @@ class Served:
         asynchronous: whether vLLM schedules ahead.
         graphs_of: what iterations its CUDA graphs are of, where they are not of all.
         options_of: those that differ by row.
+        ranks: whether each GPU is a data-parallel rank, with experts over all of them.
     """
 
     columns: dict[str, str]
@@ -124,6 +125,7 @@ class Served:
     asynchronous: bool = True
     options_of: Callable[[Row], dict[str, Any]] = _nothing
     graphs_of: str = "all"
+    ranks: bool = False
 
 
 def _llama_70b(system: str, max_num_seqs: int | None = None, precision: str = "fp8") -> Served:
@@ -224,6 +226,13 @@ SERVED = {
     "minimax-m2.5-b300-nvfp4": replace(_minimax("b300_sxm", "0.19.0", "fp4"), options_of=_two_prompts),
     "kimi-k2.5-h200": _kimi("h200_sxm"),
 }
+WITH_RANKS = ("minimax-m2.5-h100", "minimax-m2.5-b200-vllm-0.19", "minimax-m2.5-b300-vllm-0.19")
+WITH_RANKS += ("minimax-m2.5-b200-nvfp4", "minimax-m2.5-b300-nvfp4")
+# With `DP_ATTENTION=true` the same scripts have `--data-parallel-size=$TP --enable-expert-parallel` and no tensor
+# parallelism. The file's `tp_size` is that $TP (its `batch_size` is the clients over it), and so is the number of GPUs.
+for _name in WITH_RANKS:
+    _columns = {column: word for column, word in SERVED[_name].columns.items() if column != "moe_ep_size"}
+    SERVED[f"{_name}-ranks"] = replace(SERVED[_name], ranks=True, columns=_columns)
 
 
 @dataclass(frozen=True)
@@ -255,7 +264,8 @@ def read(path: Path, served: Served) -> list[Row]:
                 round(float(row["silicon_tpot_ms"]), 2),
             )
             for row in csv.DictReader(file)
-            if all(row.get(name, value) == value for name, value in wanted.items()) and _in_one_group(row)
+            if all(row.get(name, value) == value for name, value in wanted.items())
+            and (_has_ranks(row) if served.ranks else _in_one_group(row))
         }
     return sorted(found, key=lambda row: (row.tp, row.input_tokens, row.output_tokens, row.concurrency))
 
@@ -279,13 +289,19 @@ def engine_with_graphs_of(graphs_of: str, folder: Path) -> str:
     return str(path)
 
 
+def _has_ranks(row: dict[str, str]) -> bool:
+    return float(row.get("attention_dp_size") or 1) > 1
+
+
 def simulate(row: Row, served: Served) -> Simulated:
     """Replay a row."""
     options = {"max_model_len": row.input_tokens + row.output_tokens + 256} | served.options | served.options_of(row)
     scenario = Scenario(
         workload="fixed",
         gpu=served.columns["system"].removesuffix("_sxm"),
-        tp=row.tp,
+        tp=1 if served.ranks else row.tp,
+        data_parallel_size=row.tp if served.ranks else None,
+        enable_expert_parallel=served.ranks,
         max_concurrency=row.concurrency,
         **options,
     )
@@ -293,9 +309,9 @@ def simulate(row: Row, served: Served) -> Simulated:
     setup = prepare(scenario, policy, parse_policy(policy, {})[1])
     run = execute_all(build_run(setup, served.client.requests(row)))
     ttft_ms, tpot_ms = ([s * 1e3 for s in values] for values in (run.log.ttft_s, run.log.tpot_s))
-    tokens = row.concurrency * (row.input_tokens + row.output_tokens)
+    tokens = row.concurrency * (row.input_tokens + row.output_tokens) / len(run.engines)
     blocks = tokens / setup.limits.block_size / setup.limits.num_gpu_blocks
-    preemptions = run.engines[0].scheduler.counters.preemptions
+    preemptions = sum(parts.scheduler.counters.preemptions for parts in run.engines)
     return Simulated((median(ttft_ms), fmean(ttft_ms)), (median(tpot_ms), fmean(tpot_ms)), preemptions, blocks)
 
 
@@ -343,6 +359,9 @@ def main() -> None:
     parser.add_argument("--kv-cache-dtype", choices=("fp8", "auto"), help="another than the settings have")
     parser.add_argument("--engine-profile", help="another than the settings have")
     parser.add_argument("--every", type=int, default=1, metavar="N", help="every N-th row alone")
+    parser.add_argument(
+        "--most-clients", type=int, default=1 << 30, metavar="N", help="rows of at most so many clients"
+    )
     arguments = parser.parse_args()
     if not arguments.file.exists():
         print(f"{arguments.file} is not there: nothing to compare with")
@@ -356,15 +375,15 @@ def main() -> None:
         if served.graphs_of != "all" and not arguments.engine_profile:
             engine = engine_with_graphs_of(served.graphs_of, Path(folder))
             served = replace(served, options=served.options | {"engine_profile": engine})
-        compare(arguments.file, served, arguments.every)
+        compare(arguments.file, served, arguments.every, arguments.most_clients)
 
 
-def compare(file: Path, served: Served, every: int) -> None:
-    """Print the rows of a file, every so many alone, and how far off they are together."""
+def compare(file: Path, served: Served, every: int, most_clients: int) -> None:
+    """Print the rows of a file, every so many of those with few clients, and how far off they are together."""
     print("Simulated: means over all requests of a row, the burst at its start included.")
     print(f"{'row':<22}{'TTFT, ms':>11}{'simulated':>11}{'':>9}{'TPOT, ms':>11}{'simulated':>11}")
     pairs: list[tuple[Row, Simulated]] = []
-    for row in read(file, served)[::every]:
+    for row in [row for row in read(file, served) if row.concurrency <= most_clients][::every]:
         # What was measured twice lies together, and is simulated once.
         again = bool(pairs) and pairs[-1][0].name == row.name
         pairs.append((row, pairs[-1][1] if again else simulate(row, served)))

@@ -15,6 +15,10 @@ from sim.clock.ahead import AheadMember, Flight
 from sim.clock.member import Member
 from sim.cost.spread_experts import SpreadExpertsCost
 from sim.engine.plan import IterationPlan, StepTimes, make_times
+from sim.engine.sequence import Sequence
+
+DUMMY: list[Sequence] = []
+"""What ends with a dummy batch, of which the engine knows nothing."""
 
 
 class Lockstep:
@@ -154,7 +158,9 @@ class AheadRank(Rank, AheadMember):
         self._settled = True
         now_s, flying = self.end_s, self._flying
         if flying and flying[0].end_s <= now_s and (len(flying) == 2 or self.lockstep.decides_s > now_s):
-            self.engine.deliver(flying.popleft().ended)
+            ended = flying.popleft().ended
+            if ended is not DUMMY:
+                self.engine.deliver(ended)
 
     def decide(self) -> None:
         self._settled = False
@@ -170,7 +176,7 @@ class AheadRank(Rank, AheadMember):
 
     def begin(self, plan: IterationPlan | None, times: StepTimes) -> None:
         if plan is None:
-            self._flying.append(Flight(times.end_s, [], []))
+            self._flying.append(Flight(times.end_s, DUMMY, []))
             return
         if self.engine.scheduler.batching.reports_copies:
             self.lockstep.decides_s = max(self.lockstep.decides_s, self._launched_s(plan, self.end_s))

@@ -96,10 +96,12 @@ def test_ranks_with_the_same_requests_are_as_one(policy, ranks):
         assert (found.queue_s, found.ttft_s, found.e2el_s) == pytest.approx(expected, abs=1e-7)
 
 
-@pytest.mark.parametrize("policy", [AHEAD, SERIAL])
+@pytest.mark.parametrize("policy", [AHEAD, SERIAL, "sglang"])
 def test_ranks_begin_and_end_together_and_lose_nothing(policy):
     """Crowded, with pauses in which ranks run out of requests, one before the other."""
-    setup = setup_of(policy, data_parallel_size=3, num_gpu_blocks_override=200, max_num_seqs=8)
+    # SGLang's pages have one token.
+    blocks = 3200 if policy == "sglang" else 200
+    setup = setup_of(policy, data_parallel_size=3, num_gpu_blocks_override=blocks, max_num_seqs=8)
     random, at_s, requests = Random(7), 0.0, []
     for i in range(60):
         at_s += random.choice([0.0, 0.002, 0.01, 1.0])
