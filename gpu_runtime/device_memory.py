@@ -72,6 +72,8 @@ class DeviceMemory:
         config, memory, stage = decoder.config, scheduler.memory, scheduler.stage
         if memory.unexecutable:
             raise UserError(memory.unexecutable)
+        if stage.drafts:
+            raise UserError(f"stage={stage.name} drafts tokens, which no device does yet: simulate it")
         block_tokens = scheduler.limits.block_size
         layer_group, left_over = divmod(config.num_layers, memory.num_groups)
         if left_over:

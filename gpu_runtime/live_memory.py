@@ -23,7 +23,7 @@ from sim.engine.limits import Limits
 from sim.errors import UserError
 from sim.kv.offload_options import OffloadOptions
 from sim.options.scenario import Scenario
-from sim.parts.catalogue import MEMORIES
+from sim.parts.catalogue import MEMORIES, STAGES
 from sim.run.prepare import GIB, prepare
 from sim.run.runs import Recording, build_engine
 from sim.systems.base import Policy
@@ -114,6 +114,11 @@ def fit_to_machine(scenario: Scenario, policy: Policy, device: str, decoder: Dec
     memory = policy.names["memory"]
     if not MEMORIES[memory].runs_live:
         raise UserError(f"--policy {policy.name}: runs on a device cannot have memory={memory} yet: simulate it")
+    if STAGES[policy.names["stage"]].drafts:
+        raise UserError(
+            "spec-method: runs on a device draft no tokens yet, and what is accepted is drawn in simulations: leave it "
+            f"out, or simulate {policy.name}"
+        )
     if options_among((policy, *policy.mixed_options), OffloadOptions).offloads:
         raise UserError("--kv-offloading-size: runs on a device keep no prefixes on the host yet; leave it out")
     setup = prepare(scenario, "", policy)

@@ -39,6 +39,8 @@ VARIANTS = [
     "layerkv:horizon-steps=40,threshold=0.2",
     "vllm-v1:scheduling-policy=priority,long-prefill-token-threshold=8",
     "vllm-v1:async-scheduling=true",
+    "vllm-v1:spec-method=ngram,spec-tokens=3,acceptance-rate=0.8",
+    "vllm-v1:spec-method=eagle,spec-tokens=2,acceptance-rate=0.5,scheduling-policy=priority,watermark=0.1",
     "hcache:keeps=turns",
     "ellm:layers-per-block=1,tpot-slo-ms=40",
     "ellm:equations=paper,fused=false",

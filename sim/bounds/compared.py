@@ -7,6 +7,7 @@ from sim.bounds.goodput import GoodputBound, goodput_bound
 from sim.bounds.lifted import LIFTED
 from sim.errors import UserError
 from sim.options.scenario import Scenario
+from sim.parts.catalogue import STAGES
 from sim.results.metrics import Goodput
 from sim.results.report import metric_values
 from sim.results.result import assemble
@@ -43,6 +44,8 @@ def best_bound(setups: Sequence[Setup], *, asked: bool = True) -> GoodputBound |
     """The greatest bound of engines that differ in limits and host time; UserError if `asked` for and there is none."""
     scenario = setups[0].scenario
     reason = _why_none(scenario)
+    if reason is None and any(STAGES[setup.policy.names["stage"]].drafts for setup in setups):
+        reason = "is for engines that decode one token of a sequence at a time, and one of these drafts (spec-method)"
     if reason is None:
         requests = list(islice(traffic(scenario), None if asked else BY_DEFAULT))
         if not asked and len(requests) == BY_DEFAULT:

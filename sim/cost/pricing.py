@@ -150,9 +150,9 @@ class Pricer:
                 compute_s = self._rebuilding(plan, compute_s)
             # Waiting for copies occupies the iteration, not the lane.
             seconds = self._overlap(plan, start_s, compute_s)
-        if plan.lookup_s:
-            compute_s += plan.lookup_s
-            seconds += plan.lookup_s
+        if plan.added_s:
+            compute_s += plan.added_s
+            seconds += plan.added_s
         end_s = start_s + seconds
         lane = self.lanes.compute
         if lane.intervals is None:
@@ -353,7 +353,7 @@ class Pricer:
         )
         if plan.decode_shared_tokens:
             first_s -= self.cost.unread_s(plan.decode_shared_tokens)
-        first_s += plan.lookup_s
+        first_s += plan.added_s
         steps, host = plan.max_steps, self._host
         if plan.num_decodes > self.cost.straight_decodes and steps > 1:
             batch = plan.num_decodes, plan.decode_context_tokens, plan.decode_window, plan.decode_longest_tokens

@@ -161,6 +161,11 @@ class DecodeBatch:
         """Whole blocks that hold its KV between iterations: the last token's is written when the next one feeds it."""
         return -(-(seq.batch_offset + self.step - 1) // self.block_size)
 
+    @property
+    def num_blocks_ahead(self) -> int:
+        """Blocks that members hold beyond those, for tokens that are yet to be accepted (`DraftingBatch`)."""
+        return 0
+
     def num_generated_of(self, seq: Sequence) -> int:
         """Output tokens produced so far."""
         return seq.output_tokens - (seq.finish_step - self.step)

@@ -80,6 +80,8 @@ class Deployment(msgspec.Struct, frozen=True):
     cost: "CostModel"
     profile: "Profile"
     role: Role = "both"
+    seed: int = 0
+    """Of what is drawn of requests that a trace does not say."""
 
 
 TierName = Literal["host", "disk"]

@@ -4,7 +4,7 @@ A plan leaves nothing to guess: it says how many tokens of each sequence are com
 what order (`changes`), and what is copied before, beside and behind the computation and between its layers.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from enum import Enum
 from functools import partial
 from math import inf
@@ -93,6 +93,11 @@ class IterationPlan(msgspec.Struct, eq=False):
     """The same in layers with a sliding window; None where the model has none."""
     decode_longest_tokens: int = 0
     """The longest of the contexts of `decodes`; 0 where the price of none depends on it (`RankedBatch`)."""
+    drafts: Mapping[Sequence, int] | None = None
+    """Where tokens are drafted: how many of each sequence are verified beside the one that is fed. A sequence among
+    `chunks` may have some, too, which are there to make rows alike and are never accepted."""
+    taken: Mapping[Sequence, int] | None = None
+    """And how many tokens each of `decodes` has of this iteration: those accepted, and the one sampled behind them."""
     decode_shared_tokens: int = 0
     """Of `decode_context_tokens`, those read together with another decode's: each sharer's but the first."""
     max_steps: int = 1
@@ -123,8 +128,8 @@ class IterationPlan(msgspec.Struct, eq=False):
     """Copies from other engines (`Tier.PEER`) to start now, which nothing in this iteration waits for."""
     streamed: tuple[Streamed | Projected | Rebuilt, ...] = ()
     """KV on the host that the layers of the computation wait for."""
-    lookup_s: float = 0.0
-    """Of each iteration, on top of all else: finding blocks in a map table."""
+    added_s: float = 0.0
+    """Of each iteration, on top of all else: finding blocks in a map table; drafting tokens and verifying them."""
 
     @property
     def kind(self) -> str:

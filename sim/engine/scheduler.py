@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from sim.engine.batch import DecodeBatch
 from sim.engine.changes import PEER, Append, Change, Move, Tier
 from sim.engine.decisions import DecisionLog
+from sim.engine.drafting_batch import DraftingBatch
 from sim.engine.limits import Counters, Deployment, Limits
 from sim.engine.plan import IterationPlan, PrefillChunk, StepTimes
 from sim.engine.ranked_batch import RankedBatch
@@ -76,6 +77,7 @@ class Scheduler:
         "counters",
         "decisions",
         "deployment",
+        "drafting",
         "eviction",
         "finished",
         "gaps",
@@ -97,7 +99,10 @@ class Scheduler:
         self.limits, self.gaps, self.deployment = limits, gaps, deployment
         self.batch = DecodeBatch(limits.block_size, gaps)
         self._followed: WindowedBatch | RankedBatch | None = None
-        if limits.window is not None:
+        if parts.stage.drafts:
+            # Of no other stage's batch the members take unlike counts of tokens.
+            self.batch = self.drafting = DraftingBatch(limits.block_size, gaps)
+        elif limits.window is not None:
             self.batch = self._followed = WindowedBatch(limits.block_size, gaps, limits.window)
         elif deployment.cost.follows_longest:
             self.batch = self._followed = RankedBatch(limits.block_size, gaps)
@@ -203,7 +208,9 @@ class Scheduler:
         batch, end_s = self.batch, times.end_s
         ended: list[Sequence] = []
         if plan.num_decodes:
-            if plan.num_decodes == len(batch.members):
+            if plan.taken is not None:
+                ended = self.drafting.advance_unevenly(plan.taken, end_s)
+            elif plan.num_decodes == len(batch.members):
                 if times.tokens > 1:
                     self.memory.grow_further(batch, times.tokens)
                 ended = batch.advance(times)

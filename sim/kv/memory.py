@@ -103,6 +103,7 @@ class Memory(Part):
         """Blocks in use on the GPU and on the host, counted sequence by sequence."""
         batch = self.batch
         gpu = sum(self.blocks_holding(batch.num_tokens_of(seq) - 1) for seq in batch.members)
+        gpu += batch.num_blocks_ahead * self.unit
         host = 0
         for seq, tier in self.scheduler.holders():
             if tier is Tier.GPU:

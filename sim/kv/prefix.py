@@ -16,6 +16,8 @@ from sim.kv.index.block_keys import BlockKeys
 from sim.kv.index.prefix_index import Holding, Keys, Match, PrefixIndex
 from sim.kv.memory import ALL_LAYERS
 from sim.kv.paged import PagedMemory
+from sim.parts.catalogue import STAGES, class_at
+from sim.parts.stage.speculative_options import SpeculativeOptions
 
 if TYPE_CHECKING:
     from sim.systems.builder import Builder
@@ -33,7 +35,10 @@ class PrefixMemory(PagedMemory):
 
     @classmethod
     def build(cls, b: "Builder") -> PagedMemory:
-        return cls(b.limits, in_flight_hits=b.policy.is_unified)
+        kind = cls
+        if STAGES[b.names["stage"]].drafts and b.options(SpeculativeOptions).reads_next_token:
+            kind = class_at("sim.kv.lookahead:LookaheadMemory")
+        return kind(b.limits, in_flight_hits=b.policy.is_unified)
 
     def __init__(self, limits: Limits, *, in_flight_hits: bool = False) -> None:
         """`in_flight_hits`: what an iteration computes can be hit in the same one (vLLM v1)."""

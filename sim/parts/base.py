@@ -280,6 +280,8 @@ class Stage(Part, ABC):
     """Whether sequences that were prefilled elsewhere can be offered."""
     takes_calls: ClassVar[bool] = False
     """Whether sequences may call tools."""
+    drafts: ClassVar[bool] = False
+    """Whether tokens of sequences that decode are drafted: they may take several in an iteration (`plan.taken`)."""
     layer_wise = False
     """Whether the KV of a prompt's layers leaves while later ones are computed."""
     prefilled: list[Sequence]

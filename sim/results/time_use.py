@@ -94,7 +94,8 @@ class TimeUse:
             return "seats"
         head, room = scheduler.order.head(), limits.max_num_batched_tokens - plan.prefill_tokens
         if scheduler.batching.splits_prompts:
-            if plan.num_decodes + plan.num_single_chunks >= room:
+            drafted = sum(plan.drafts.values()) if plan.drafts else 0
+            if plan.num_decodes + plan.num_single_chunks + drafted >= room:
                 return "tokens"
         elif plan.chunks and head.num_tokens > room:
             return "tokens"

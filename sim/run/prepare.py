@@ -12,6 +12,7 @@ from sim.engine.limits import Limits, Role, StateLimits, WindowLimits
 from sim.errors import UserError
 from sim.options.scenario import Scenario
 from sim.options.values import flag
+from sim.parts.catalogue import STAGES
 from sim.parts.options import idle_options
 from sim.parts.stage.hand_over_options import MixedPoolOptions
 from sim.results.metrics import Goodput
@@ -264,6 +265,7 @@ def _limits(
         block_size = state_block_size(
             model, scenario.tp, block_size, within_chunks=cached and states.exports_within_chunks
         )
+    draft_weights, draft_kv = _drafting_bytes(policy, model, scenario.tp)
     pool = kv_cache_blocks(
         model,
         hardware,
@@ -277,6 +279,8 @@ def _limits(
         groups=groups,
         pipeline_parallel_size=pp,
         experts=experts,
+        draft_weight_bytes=draft_weights,
+        draft_kv_bytes_per_token=draft_kv,
     )
     host_blocks = scenario.num_cpu_blocks_override
     if host_blocks is None:
@@ -295,6 +299,16 @@ def _limits(
         window=window,
         states=states,
     )
+
+
+def _drafting_bytes(policy: Policy, model: ModelSpec, tp: int) -> tuple[float, float]:
+    """On each GPU, of what drafts tokens: weights, and KV of a token."""
+    if not STAGES[policy.names["stage"]].drafts:
+        return 0.0, 0.0
+    from sim.cost.drafting import drafting_bytes  # noqa: PLC0415 - few runs draft
+    from sim.parts.stage.speculative_options import SpeculativeOptions  # noqa: PLC0415
+
+    return drafting_bytes(options_among((policy, *policy.mixed_options), SpeculativeOptions), model, tp)
 
 
 def default_swap_space_gib(scenario: Scenario, policy: Policy, hardware: HardwareSpec) -> float:

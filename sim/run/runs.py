@@ -165,7 +165,8 @@ def _engine(
     samples: int,
     place: int,
 ) -> EngineParts:
-    deployment = Deployment(setup.model, setup.hardware, setup.tp, setup.cost, setup.profile, setup.role)
+    seed = setup.scenario.seed
+    deployment = Deployment(setup.model, setup.hardware, setup.tp, setup.cost, setup.profile, setup.role, seed)
     scheduler = setup.policy.scheduler(setup.limits, gaps, deployment)
     lanes = Lanes(keep_intervals=keep.timeline)
     if detailed is not None:

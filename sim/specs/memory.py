@@ -109,6 +109,8 @@ def kv_cache_blocks(
     groups: KVGroups | None = None,
     pipeline_parallel_size: int = 1,
     experts: ExpertLayout | None = None,
+    draft_weight_bytes: float = 0.0,
+    draft_kv_bytes_per_token: float = 0.0,
 ) -> PoolSize:
     """The KV pool of `pipeline_parallel_size` groups of `tensor_parallel_size` GPUs, with equal shares of the layers.
 
@@ -125,6 +127,8 @@ def kv_cache_blocks(
         groups: of layers that a block serves apart; a whole block has one block for each. None: all layers in one.
         pipeline_parallel_size: groups, the stages of a pipeline (vLLM: --pipeline-parallel-size).
         experts: which GPUs share the routed experts; None: those of the group.
+        draft_weight_bytes: on each GPU, of what drafts tokens.
+        draft_kv_bytes_per_token: on each GPU, of its KV, which the same blocks hold.
 
     Raises:
         UserError: an argument out of range, or not one block fits beside the weights.
@@ -139,6 +143,7 @@ def kv_cache_blocks(
     if groups is not None:
         layers = groups.num_groups * groups.layers_per_group
         block_bytes = block_size * layers * model.kv_bytes_per_token_layer(tensor_parallel_size)
+    block_bytes += block_size * draft_kv_bytes_per_token
     block_bytes /= pipeline_parallel_size
     num_cpu_blocks = int(swap_space_bytes_per_gpu // block_bytes)
     if num_gpu_blocks_override is not None:
@@ -146,7 +151,7 @@ def kv_cache_blocks(
     peak = peak_bytes(model, tensor_parallel_size, max_num_batched_tokens, max_num_seqs, experts)
     whole = model.weight_bytes(tensor_parallel_size, experts.gpus if experts else None)
     weights = whole / pipeline_parallel_size
-    peak += weights - whole
+    peak += weights - whole + draft_weight_bytes
     usable = gpu_memory_utilization * hardware.memory_bytes
     num_gpu_blocks = int((usable - peak) // block_bytes)
     if num_gpu_blocks < 1:

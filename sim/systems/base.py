@@ -22,7 +22,7 @@ from sim.engine.limits import Deployment, Limits
 from sim.engine.predictor import LengthPredictor, NoPredictor, PredictsLengths
 from sim.errors import UserError
 from sim.parts.batching.async_scheduling import AsyncScheduling
-from sim.parts.catalogue import BATCHINGS, EVICTIONS, MEMORIES
+from sim.parts.catalogue import BATCHINGS, EVICTIONS, MEMORIES, STAGES
 from sim.systems.builder import Builder, build_parts, options_among
 
 if TYPE_CHECKING:
@@ -111,7 +111,8 @@ class Policy(ABC):
         """What `--async-scheduling` says; None where it was left open, False where the batching has no such thing."""
         if not self.is_unified:
             return False
-        return options_among((self, *self.mixed_options), AsyncScheduling).async_scheduling
+        asked = options_among((self, *self.mixed_options), AsyncScheduling).async_scheduling
+        return False if asked is None and STAGES[self.names["stage"]].drafts else asked
 
     @property
     def schedules_ahead(self) -> bool:

@@ -57,6 +57,19 @@ class Builder:
             raise UserError(f"--kv-offloading-size: goes with batching=unified, not {self.names['batching']}")
         return options
 
+    def refuse_beside_drafts(self) -> None:
+        """UserError for what does not go with tokens that are drafted."""
+        if self.offloading.offloads:
+            raise UserError(
+                "--kv-offloading-size: what a connector copies of slots ahead is not simulated; leave it out, or "
+                "spec-method"
+            )
+        if self.policy.schedules_ahead:
+            raise UserError(
+                "--async-scheduling: drafted tokens are verified in series here: a step knows what the one before it "
+                "accepted; leave it out, or spec-method"
+            )
+
     @property
     def block_bytes(self) -> float:
         """Bytes of a block on all GPUs of the engine together."""

@@ -1,10 +1,13 @@
 """vLLM v1, decision for decision as vLLM 0.33.0 (`vllm/v1/core/sched/scheduler.py`, `kv_cache_manager.py`).
 
 One token budget for prompts and decodes, running before waiting, blocks taken chunk by chunk, preemption by
-recomputation, prefix caching. `tests/oracle` holds it to vLLM's own scheduler. Limits are the API server's on the GPU.
+recomputation, prefix caching, speculative decoding. `tests/oracle` holds it to vLLM's own scheduler. Limits are the API
+server's on the GPU.
 
-Assumed: at most one window among the layers, no speculative decoding; of connectors the OffloadingConnector alone
-(`--kv-offloading-size`). Async scheduling is on by default wherever host time can be hidden.
+Assumed: at most one window among the layers; of connectors the OffloadingConnector alone (`--kv-offloading-size`).
+Async scheduling is on by default wherever host time can be hidden, but not where tokens are drafted
+(`--spec-method`): vLLM would schedule ahead there, too. As many tokens are drafted in every step, and what is accepted
+is drawn.
 """
 
 from dataclasses import dataclass
@@ -13,13 +16,14 @@ from typing import ClassVar
 from sim.errors import UserError
 from sim.kv.offload_options import OffloadOptions
 from sim.parts.batching.unified_options import VllmV1Options
+from sim.parts.stage.speculative_options import SpeculativeOptions
 from sim.systems.base import Asked, EngineLimits, Policy
 
 GIB = 1 << 30
 
 
 @dataclass(frozen=True)
-class VllmV1(OffloadOptions, VllmV1Options, Policy):
+class VllmV1(SpeculativeOptions, OffloadOptions, VllmV1Options, Policy):
     """The vLLM that people run today."""
 
     name: ClassVar[str] = "vllm-v1"
@@ -38,12 +42,14 @@ class VllmV1(OffloadOptions, VllmV1Options, Policy):
     def __post_init__(self) -> None:
         VllmV1Options.__post_init__(self)
         OffloadOptions.__post_init__(self)
+        SpeculativeOptions.__post_init__(self)
 
     @property
     def names(self) -> dict[str, str]:
         # A system that derives from this one has an order of its own where arrival decides here.
         by_priority = {"order": "priority"} if self.scheduling_policy == "priority" else {}
-        return {**self.composition, **by_priority, **dict(self.mixed)}
+        drafting = {"stage": "speculative"} if self.spec_method is not None else {}
+        return {**self.composition, **by_priority, **drafting, **dict(self.mixed)}
 
     def engine_limits(self, asked: Asked) -> EngineLimits:
         """The API server's defaults by GPU (`EngineArgs.get_batch_defaults`)."""

@@ -56,6 +56,9 @@ STATES = (13, 18, 40, 58, 94, 172, 197, 268, 275, 310, 330, 340, 426, 444, 484)
 STATES_AHEAD = (23, 38, 94, 172, 275, 288, 321, 330)
 """The same with async scheduling, in files `...-state-async`."""
 
+SPECULATIVE = (2, 5, 1057, 1060, 1064, 1074, 1079, 1090, 1098, 1106, 1126, 1152, 1165, 1179)
+"""Where tokens are drafted, in files `...-spec`."""
+
 BLOCK = 16
 TICK = 1 / 64
 COSTS = (
@@ -146,6 +149,23 @@ class Workload:
             async_scheduling=async_scheduling,
             num_state=num_state,
             exports_states=dice.random() < 0.5,
+        )
+
+    def spec_options(self) -> Options:
+        """One to eight tokens drafted, of which none, some or all are accepted."""
+        dice = self.dice
+        options, tokens = self.options(), dice.choice([1, 1, 2, 3, 5, 8])
+        rate = dice.choice([0.0, 0.3, 0.7, 0.9, 1.0])
+        return replace(
+            options,
+            # vLLM fails where a threshold cuts a padded decode; and needs room for one token and what is ahead of it.
+            long_prefill=options.long_prefill if options.long_prefill > tokens else 0,
+            long_prefill_adaptive=options.long_prefill_adaptive and options.long_prefill > tokens,
+            max_batched=max(options.max_batched, tokens + 1),
+            spec_method=dice.choice(["ngram", "draft_model", "eagle", "mtp"]),
+            spec_tokens=tokens,
+            acceptance=tuple(rate * dice.choice([1.0, 0.8]) ** i for i in range(tokens)),
+            acceptance_seed=dice.randrange(1000),
         )
 
     def rows(self) -> list[Row]:
@@ -244,7 +264,7 @@ class Workload:
 
 
 Kind = Literal[
-    "", "-async", "-offload", "-offload-async", "-window", "-window-async", "-state", "-state-async"
+    "", "-async", "-offload", "-offload-async", "-window", "-window-async", "-state", "-state-async", "-spec"
 ]  # fmt: skip
 
 
@@ -257,6 +277,9 @@ def make(seed: int, folder: Path, kind: Kind = "") -> str:
             answer = ask_offloading(rows, replace(offloading, async_scheduling=kind == "-offload-async"))
         elif kind.startswith("-window"):
             options, rows = workload.window_options(async_scheduling=kind == "-window-async"), workload.rows()
+            answer = ask(rows, options)
+        elif kind == "-spec":
+            options, rows = workload.spec_options(), workload.rows()
             answer = ask(rows, options)
         elif kind.startswith("-state"):
             options, rows = workload.state_options(async_scheduling=kind == "-state-async"), workload.rows()
@@ -282,6 +305,7 @@ def main() -> None:
         "-window-async": WINDOWED_AHEAD,
         "-state": STATES,
         "-state-async": STATES_AHEAD,
+        "-spec": SPECULATIVE,
     }
     folder = CASES
     if sys.argv[1:]:

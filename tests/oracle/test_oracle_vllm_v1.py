@@ -55,6 +55,10 @@ def test_there_are_cases_of_every_kind() -> None:
         assert {arg[flag] for arg in kept} == {False, True}
     assert {1, 2, 3} == {arg["num_state"] for arg in kept} and min(arg["max_batched"] for arg in kept) < 16
     assert sum(answer["hit_tokens"] for answer in answers if answer["args"].get("num_state")) > 1000
+    drafted = [arg for arg in args if arg.get("spec_method")]
+    assert {arg["spec_method"] for arg in drafted} == {"ngram", "draft_model", "eagle", "mtp"}
+    for flag in ("policy", "no_prefix_caching"):
+        assert len({arg[flag] for arg in drafted}) == 2
     offloaded = [answer for answer in answers if "copies" in answer]
     args = [answer["args"] for answer in offloaded]
     for name in ("no_prefix_caching", "offload_outputs", "no_reserve_full_isl", "async_scheduling"):

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kvtwin.testing import engines
+from sim.engine.acceptance import Acceptance
 from sim.engine.decisions import DecisionLog
 from sim.engine.limits import Limits, StateLimits, WindowLimits
 from sim.kv.memory import Memory
@@ -105,6 +106,9 @@ def replay(answer: dict, folder: Path, *, jump: bool, checked: bool = False, end
     options = {ours: args[theirs] for theirs, ours in FLAGS.items()}
     if "cpu_chunks" in args:
         options |= {name: args[name] for name in OFFLOADING}
+    if args.get("spec_method"):
+        options |= {"spec_method": args["spec_method"], "spec_tokens": args["spec_tokens"], "acceptance_rate": 0.0}
+        options["spec_model"] = "llama-2-7b" if args["spec_method"] == "draft_model" else None
     policy = VllmV1(**options, scheduler_reserve_full_isl=not args["no_reserve_full_isl"])
     window = None
     if args.get("window"):
@@ -133,6 +137,10 @@ def replay(answer: dict, folder: Path, *, jump: bool, checked: bool = False, end
     def listen(scheduler):
         assert isinstance(scheduler.batching, Unified)
         scheduler.batching.record = Lines(found, scheduler.memory)
+        if args.get("spec_method"):
+            # The answer's own draws; there drafting takes no time.
+            scheduler.stage.acceptance = Acceptance(tuple(args["acceptance"]), args["acceptance_seed"])
+            scheduler.stage.drafter = None
         if ended_first:
             hand_over_first(scheduler.batching.connector, ended_first)
         return lambda plan, start_s, times: None

@@ -17,6 +17,11 @@ decode if n is 1 and c >= prompt_tokens, of context c + 1; else a prompt chunk::
     p0 + p1 * sum(n) + p2 * sum(n^2)          if there is any chunk
     d0 + d1 * decodes + d2 * sum(context)     if there is any decode; d0 is dropped beside a chunk
 
+Where tokens are drafted (``spec_method``), each entry's drafts are d1 more each, and d2 counts the context with them.
+After each step that samples, ``spec_tokens`` are drafted for every request; drafting takes no time. Of drafts behind
+the first g tokens of request r's answer the i-th is accepted, if all before it are, where ``drawn(seed, r, g + i)`` is
+less than ``acceptance[i]``.
+
 The token at position p is B[p // 16] * 16 + p % 16, where B is hash_ids, then output_hash_ids if hash_ids name the
 prompt's last block too; blocks beyond them are private to the request.
 
@@ -47,7 +52,15 @@ logging.disable(logging.CRITICAL)
 
 import torch  # noqa: E402
 from vllm import SamplingParams  # noqa: E402
-from vllm.config import CacheConfig, DeviceConfig, ModelConfig, SchedulerConfig, VllmConfig  # noqa: E402
+from vllm.config import (  # noqa: E402
+    CacheConfig,
+    DeviceConfig,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+    SpeculativeConfig,
+    VllmConfig,
+)
 from vllm.utils.hashing import get_hash_fn_by_name  # noqa: E402
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash  # noqa: E402
 from vllm.v1.kv_cache_interface import (  # noqa: E402
@@ -57,7 +70,7 @@ from vllm.v1.kv_cache_interface import (  # noqa: E402
     MambaSpec,
     SlidingWindowSpec,
 )
-from vllm.v1.outputs import ModelRunnerOutput  # noqa: E402
+from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput  # noqa: E402
 from vllm.v1.request import Request  # noqa: E402
 from vllm.v1.structured_output import StructuredOutputManager  # noqa: E402
 
@@ -82,6 +95,15 @@ MODEL = {
 """Of the model only this is read."""
 
 
+def drawn(seed: int, request: int, place: int) -> float:
+    """A number in [0, 1), the same whenever it is asked for."""
+    mask = (1 << 64) - 1
+    x = (seed * 0xD1342543DE82EF95 + request * 0x9E3779B97F4A7C15 + place * 0xDA942042E4DD58B5 + 1) & mask
+    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & mask
+    x = (x ^ x >> 27) * 0x94D049BB133111EB & mask
+    return (x ^ x >> 31) * 2.0**-64
+
+
 class Row(NamedTuple):
     """A request of the workload."""
 
@@ -99,7 +121,8 @@ class Options:
 
     With a `window` there are `num_window` groups of layers that have it, before or behind `num_full` groups that keep
     all; blocks are those of one group. With `num_state` there are as many groups of layers that keep a state, before
-    the others; `exports_states` says that kernels write one out amid a chunk.
+    the others; `exports_states` says that kernels write one out amid a chunk. With a `spec_method` so many tokens are
+    drafted after each step that samples; `acceptance` are the chances that one is accepted where those before it are.
     """
 
     blocks: int
@@ -119,6 +142,10 @@ class Options:
     window_first: bool = False
     num_state: int = 0
     exports_states: bool = False
+    spec_method: str = ""
+    spec_tokens: int = 0
+    acceptance: tuple[float, ...] = ()
+    acceptance_seed: int = 0
     cost: tuple[float, ...] = (0.005, 4e-5, 2e-9, 0.02, 2e-5, 6e-7)
 
 
@@ -161,8 +188,17 @@ def make_scheduler(options: Options, connector: Any = None) -> tuple[Any, Any]:
         cache.mamba_cache_mode = "align" if aligned else "none"
         # Without prefix caching one state lasts a whole request; then no hash is made; sizes need a common multiple.
         size = BLOCK if aligned else math.lcm(BLOCK, options.max_model_len)
+    speculative = None
+    if options.spec_method:
+        # Of the others, which need a model's files, the scheduler reads the name and the number alone.
+        speculative = SpeculativeConfig(
+            method="ngram", num_speculative_tokens=options.spec_tokens, prompt_lookup_max=3, target_model_config=model,
+            target_parallel_config=ParallelConfig(),
+        )  # fmt: skip
+        speculative.method = options.spec_method
     config = VllmConfig(
         model_config=model,
+        speculative_config=speculative,
         scheduler_config=scheduler_config,
         cache_config=cache,
         device_config=DeviceConfig(device="cpu"),
@@ -195,7 +231,8 @@ def make_scheduler(options: Options, connector: Any = None) -> tuple[Any, Any]:
         log_stats=True,
     )
     hashes = connector is not None or not options.no_prefix_caching
-    return scheduler, get_request_block_hasher(BLOCK, hash_fn) if hashes else None
+    ahead = config.num_hash_lookahead_tokens
+    return scheduler, get_request_block_hasher(BLOCK, hash_fn, num_hash_lookahead_tokens=ahead) if hashes else None
 
 
 class Oracle:
@@ -274,14 +311,16 @@ class Oracle:
                 self.hit[number] = data.num_computed_tokens
             else:
                 self.rehit_tokens += data.num_computed_tokens
-        chunks, contexts = [], []
+        chunks, contexts, num_drafts = [], [], 0
         for key, tokens in scheduled.items():
             computed, prompt = known[key]
             computed = hits.get(key, computed)
-            if tokens == 1 and computed >= prompt:
-                contexts.append(computed + 1)
+            drafts = len(output.scheduled_spec_decode_tokens.get(key, ()))
+            num_drafts += drafts
+            if tokens == 1 + drafts and computed >= prompt:
+                contexts.append(computed + tokens)
             else:
-                chunks.append(tokens)
+                chunks.append(tokens - drafts)
         line = " ".join(f"{int(key)}:{tokens}" for key, tokens in scheduled.items())
         if self._victims:
             line += " preempt " + " ".join(map(str, self._victims))
@@ -289,16 +328,37 @@ class Oracle:
             self.steps.append((now, line, self.pool.get_num_free_blocks(), self.evictions))
             if len(self.steps) > MOST_STEPS:
                 raise RuntimeError(f"{MOST_STEPS} steps: a request waits for ever")
-        return output, self._price(chunks, contexts)
+        return output, self._price(chunks, contexts, num_drafts)
 
-    def _price(self, chunks: list[int], contexts: list[int]) -> float:
+    def _price(self, chunks: list[int], contexts: list[int], num_drafts: int = 0) -> float:
         p0, p1, p2, d0, d1, d2 = self.options.cost
         seconds = 0.0
         if chunks:
             seconds += p0 + p1 * sum(chunks) + p2 * sum(n * n for n in chunks)
         if contexts:
             seconds += (0 if chunks else d0) + d1 * len(contexts) + d2 * sum(contexts)
-        return seconds
+        return seconds + d1 * num_drafts
+
+    def _accepted(self, number: int, which: int, drafts: list[int]) -> int:
+        """Drafts that are accepted behind the first `which` output tokens; none of those that only pad."""
+        options = self.options
+        for i, token in enumerate(drafts):
+            if token < 0 or drawn(options.acceptance_seed, number, which + i) >= options.acceptance[i]:
+                return i
+        return len(drafts)
+
+    def _sampled(self, number: int, which: int, drafts: list[int]) -> list[int]:
+        """Tokens of a request from its output token `which` on; what is beyond its last may be anything."""
+        first = self.rows[number].prompt_tokens + which
+        tokens = self.tokens[number][first : first + 1 + self._accepted(number, which, drafts)]
+        return tokens + [0] * (1 + self._accepted(number, which, drafts) - len(tokens))
+
+    def _draft(self, output: Any) -> None:
+        """Draft for every request of the step."""
+        if self.options.spec_method:
+            keys = [key for key in output.num_scheduled_tokens if key in self.scheduler.requests]
+            drafts = [[0] * self.options.spec_tokens for _ in keys]
+            self.scheduler.update_draft_token_ids(DraftTokenIds(keys, drafts))
 
     def _deliver(self, output: Any, sampling: dict[str, int | None], now: float, copies: Any = None) -> list[str]:
         """Give each request its next token; `sampling` says which one, None where it samples none. Returns what ended.
@@ -309,7 +369,8 @@ class Oracle:
         tokens = []
         for key in keys:
             number, which = int(key), sampling[key]
-            tokens.append([] if which is None else [self.tokens[number][self.rows[number].prompt_tokens + which]])
+            drafts = output.scheduled_spec_decode_tokens.get(key, [])
+            tokens.append([] if which is None else self._sampled(number, which, drafts))
         result = ModelRunnerOutput(
             req_ids=keys, req_id_to_index={key: i for i, key in enumerate(keys)}, sampled_token_ids=tokens
         )
@@ -323,6 +384,7 @@ class Oracle:
                 if one.finish_reason is not None:
                     self.finish[number] = now
                     ended.append(one.request_id)
+        self._draft(output)
         return ended
 
     def run(self) -> dict[str, Any]:

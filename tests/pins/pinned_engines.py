@@ -254,6 +254,10 @@ def workload(policy: Policy, place: int, kind: str = "") -> Workload:
     return with_states(work, place) if kind == "stateful" else work
 
 
+RARE = ("drafts", "taken")
+"""Fields of plans that are told where they say something."""
+
+
 def teller() -> Callable[[object], object]:
     """Makes plain data of a plan: sequences are their requests' numbers, other objects numbered as they come."""
     known: dict[int, tuple[int, object]] = {}
@@ -271,7 +275,8 @@ def teller() -> Callable[[object], object]:
             case float():
                 return f"{value:.7g}" if isfinite(value) and abs(value) > 1e-9 else "0" if isfinite(value) else "inf"
             case msgspec.Struct():
-                return [told(getattr(value, field)) for field in value.__struct_fields__]
+                given = [(field, getattr(value, field)) for field in value.__struct_fields__]
+                return [told(item) for field, item in given if field not in RARE or item is not None]
             case set() | frozenset():
                 return sorted(map(str, map(told, value)))
             case dict():

@@ -30,6 +30,8 @@ class Batching(Part, ABC):
     """Whether the token budget of chunks is whole blocks."""
     resumes: ClassVar[bool] = False
     """Whether a sequence that is parked may compute more than a token when it goes on (`resume`)."""
+    verifies: ClassVar[bool] = False
+    """Whether it verifies tokens that are drafted: it takes slots ahead, and tells the plan what each has `taken`."""
     has_choice: ClassVar[bool] = False
     """Whether `--enable-chunked-prefill` chooses among classes by one name, of which some do."""
     is_unified: ClassVar[bool] = False

@@ -13,7 +13,7 @@ from sim.parts.base import Wait
 from sim.parts.batching.base import NEVER_FITS
 from sim.parts.batching.running import Running
 from sim.parts.batching.unified_options import VllmV1Options
-from sim.parts.catalogue import class_at
+from sim.parts.catalogue import STAGES, class_at
 
 if TYPE_CHECKING:
     from sim.systems.builder import Builder
@@ -29,11 +29,15 @@ class Unified(Running):
     is_unified = True
     stops_at_max_model_len = True
     resumes = True
+    verifies = True
 
     @classmethod
     def build(cls, b: "Builder") -> "Unified":
         kind, options = cls, b.options(VllmV1Options)
-        if b.offloading.offloads:
+        if STAGES[b.names["stage"]].drafts:
+            b.refuse_beside_drafts()
+            kind = class_at("sim.parts.batching.unified_speculative:UnifiedSpeculative")
+        elif b.offloading.offloads:
             kind = class_at("sim.parts.batching.unified_offloading:UnifiedOffloading")
         return kind(
             long_prefill_threshold=options.long_prefill_token_threshold,

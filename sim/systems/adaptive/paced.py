@@ -51,6 +51,7 @@ class Paced(Unified):
 
     name: ClassVar[str] = "paced"
     resumes = False
+    verifies = False
     options: ClassVar[type | None] = None
     memoized = ("_plans", "_seconds")
     needs: ClassVar[tuple[Need, ...]] = (

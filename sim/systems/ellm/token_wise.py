@@ -234,7 +234,7 @@ class TokenWiseMemory(Memory):
 
     def complete(self, plan: IterationPlan) -> None:
         """Decodes bring back what they lack; prompts send out what they are not to keep; all look blocks up."""
-        plan.lookup_s = self.kernels.lookup_s * self.num_groups
+        plan.added_s = self.kernels.lookup_s * self.num_groups
         if self._swapped_out:
             plan.swapped_out_blocks += self._swapped_out
             self.scheduler.counters.swap_out_blocks += self._swapped_out

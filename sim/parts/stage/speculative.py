@@ -1,0 +1,100 @@
+"""`Speculative`: prefilled sequences decode, several tokens at a time (Leviathan et al. 2023; vLLM's `--spec-method`).
+
+Some method drafts k tokens for each sequence; the next iteration feeds them behind the last token, and accepts the
+first of them that the model would have sampled itself, and one token more. So an iteration gives a sequence 1 to k + 1
+tokens, (1 - p^(k+1)) / (1 - p) of them where each is accepted with chance p (their Eq. 1). What is accepted is drawn
+(`Acceptance`). No two iterations are alike: nothing jumps.
+"""
+
+from typing import TYPE_CHECKING, ClassVar, Self
+
+import msgspec
+
+from sim.cost.drafting import build_drafter, rows_s
+from sim.engine.acceptance import Acceptance
+from sim.engine.plan import IterationPlan, StepTimes
+from sim.errors import UserError
+from sim.parts.needs import Need
+from sim.parts.stage.direct import Direct
+from sim.parts.stage.speculative_options import SpeculativeOptions
+
+if TYPE_CHECKING:
+    from sim.systems.builder import Builder
+
+
+class Speculative(Direct):
+    """Charges what drafting and verifying take, and says what is accepted; the batching does the rest."""
+
+    name: ClassVar[str] = "speculative"
+    options: ClassVar[type | None] = SpeculativeOptions
+    drafts: ClassVar[bool] = True
+    needs: ClassVar[tuple[Need, ...]] = (
+        Need("batching", "drafts tokens, which are of no use unless a batching verifies them", offers="verifies"),
+        Need("memory", "takes slots ahead of the tokens, block by block", names=("paged",)),
+        Need("eviction", "computes victims again", names=("recompute",)),
+    )
+
+    @classmethod
+    def build(cls, b: "Builder") -> Self:
+        options = b.options(SpeculativeOptions)
+        if options.spec_method is None:
+            raise UserError(f"stage={cls.name}: spec-method is missing; give one, spec-tokens and acceptance-rate")
+        model = b.deployment.model
+        if b.limits.window is not None or b.limits.states is not None:
+            raise UserError(
+                f"spec-method={options.spec_method}: {model.name} has layers that keep a window or a state, in which "
+                "slots ahead are not simulated; take another model"
+            )
+        return cls(options, b)
+
+    def __init__(self, options: SpeculativeOptions, b: "Builder") -> None:
+        self.num_tokens = options.spec_tokens or 0
+        self.lookahead, self.reads_next_token = options.lookahead, options.reads_next_token
+        self.input_slots = int(options.spec_method == "draft_model")
+        """Of the budget, what drafting takes of it for each sequence (vLLM's `max_num_new_slots_for_drafting`)."""
+        self.acceptance = Acceptance(options.chances(), b.deployment.seed)
+        self._cost, self.drafter = b.deployment.cost, build_drafter(options, b.deployment)
+
+    def complete(self, plan: IterationPlan) -> None:
+        """What verifying takes beyond the plan without drafts, and drafting for the next iteration."""
+        cost, batch = self._cost, self.batch
+        rows = read = plain = longest = 0
+        drafts = plan.drafts or {}
+        for seq in plan.decodes:
+            tokens, drafted = batch.num_tokens_of(seq), drafts.get(seq, 0)
+            rows += (drafted + 1) * tokens + drafted * (drafted + 1) // 2
+            read += tokens + drafted
+            plain += tokens
+            longest = max(longest, tokens + drafted)
+        num_drafted = sum(drafts.values())
+        verified = msgspec.structs.replace(
+            plan,
+            num_decodes=plan.num_decodes + num_drafted,
+            # Chunks of single tokens have theirs there, too.
+            decode_context_tokens=rows + plan.decode_context_tokens - plain,
+            decode_shared_tokens=rows - read,
+            decode_longest_tokens=longest if cost.follows_longest else 0,
+        )
+        plan.decode_longest_tokens = verified.decode_longest_tokens
+        seconds = rows_s(cost, verified, plan.num_decodes) - cost.iteration_s(plan)
+        if self.drafter is not None and (sampled := self._num_drafted_next(plan)):
+            seconds += self.drafter.seconds(verified, sampled, read)
+        plan.added_s += seconds
+
+    def _num_drafted_next(self, plan: IterationPlan) -> int:
+        """Sequences that tokens are drafted for behind this step: all that sample, where one of them may go on."""
+        batch = self.batch
+        sampling = [chunk.seq for chunk in plan.chunks if chunk.num_cached + chunk.num_new == chunk.seq.num_tokens]
+        goes_on = any(batch.num_generated_of(seq) + 1 < seq.output_tokens for seq in plan.decodes) or any(
+            seq.num_generated + 1 < seq.output_tokens for seq in sampling
+        )
+        return len(sampling) + plan.num_decodes if goes_on else 0
+
+    def committed(self, plan: IterationPlan, times: StepTimes) -> None:
+        if plan.drafts:
+            counted = self.scheduler.counters.policy
+            for seq, drafted in plan.drafts.items():
+                if plan.taken and seq in plan.taken:
+                    counted["drafted_tokens"] += drafted
+                    counted["accepted_tokens"] += plan.taken[seq] - 1
+                    counted["num_drafts"] += 1

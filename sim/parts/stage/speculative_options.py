@@ -1,0 +1,84 @@
+"""Options of speculative decoding: vLLM's `--spec-*` and the keys of its `--speculative-config`."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from sim.errors import UserError
+from sim.parts.options import option, vllm_option
+
+MOST_DRAFTED = 64
+
+
+@dataclass(frozen=True)
+class SpeculativeOptions:
+    """What drafts tokens, how many, and which of them are accepted. Nothing is drafted unless a method is given."""
+
+    spec_method: Literal["ngram", "draft_model", "eagle", "eagle3", "mtp"] | None = vllm_option(
+        None, "what drafts tokens that are verified together, several in a step"
+    )
+    spec_tokens: int | None = vllm_option(None, "tokens drafted for each sequence in a step (num_speculative_tokens)")
+    spec_model: str | None = vllm_option(None, "the draft model of --spec-method draft_model, named as --model is")
+    synthetic_acceptance_rates: str | None = vllm_option(
+        None, "chances that the first drafted token, the first two, and so on are all accepted: '0.8 0.6 0.5'"
+    )
+    acceptance_rate: float | None = option(
+        None, "chance that a drafted token is accepted where those before it are, at any place"
+    )
+
+    def __post_init__(self) -> None:
+        if self.spec_method is None:
+            for name in ("spec_tokens", "spec_model", "acceptance_rate", "synthetic_acceptance_rates"):
+                if getattr(self, name) is not None:
+                    said = name.replace("_", "-")
+                    raise UserError(f"{said}: does nothing without spec-method; give that, or leave it out")
+            return
+        if self.spec_tokens is None or not 1 <= self.spec_tokens <= MOST_DRAFTED:
+            found = "is missing" if self.spec_tokens is None else f"{self.spec_tokens}"
+            raise UserError(
+                f"spec-tokens: {found}; with spec-method={self.spec_method} give how many tokens are drafted in a "
+                f"step, 1 to {MOST_DRAFTED}"
+            )
+        if (self.spec_method == "draft_model") != (self.spec_model is not None):
+            raise UserError(
+                f"spec-model: {self.spec_model or 'is missing'}; spec-method=draft_model needs one, and no other takes "
+                f"one (spec-method={self.spec_method})"
+            )
+        if (self.acceptance_rate is None) == (self.synthetic_acceptance_rates is None):
+            raise UserError(
+                "acceptance-rate and synthetic-acceptance-rates: give one of them; what is accepted is drawn, not "
+                "computed (acceptance-rate=0.7, say)"
+            )
+        if self.acceptance_rate is not None and not 0.0 <= self.acceptance_rate <= 1.0:
+            raise UserError(f"acceptance-rate: {self.acceptance_rate} is not between 0 and 1")
+        self.chances()
+
+    def chances(self) -> tuple[float, ...]:
+        """Of each drafted token, that it is accepted where those before it are. UserError for rates that are none."""
+        if self.acceptance_rate is not None:
+            return (self.acceptance_rate,) * (self.spec_tokens or 0)
+        given, before, found = (self.synthetic_acceptance_rates or "").split(), 1.0, []
+        if len(given) != self.spec_tokens:
+            raise UserError(f"synthetic-acceptance-rates: {len(given)} given; give one for each of {self.spec_tokens}")
+        for word in given:
+            try:
+                rate = float(word)
+            except ValueError:
+                raise UserError(f"synthetic-acceptance-rates: {word!r} is not a number") from None
+            if not 0.0 <= rate <= before:
+                raise UserError(
+                    f"synthetic-acceptance-rates: {word} is not between 0 and the one before it, {before:g}: each is "
+                    "the chance that all tokens up to it are accepted"
+                )
+            found.append(rate / before if before else 0.0)
+            before = rate
+        return tuple(found)
+
+    @property
+    def reads_next_token(self) -> bool:
+        """Whether KV of the drafting model depends on the token behind it, as that of a head on the target does."""
+        return self.spec_method in ("eagle", "eagle3", "mtp")
+
+    @property
+    def lookahead(self) -> int:
+        """Slots beyond those of verified tokens, where a drafting model writes KV (vLLM's `num_lookahead_tokens`)."""
+        return 0 if self.spec_method == "ngram" else self.spec_tokens or 0

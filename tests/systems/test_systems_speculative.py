@@ -1,0 +1,157 @@
+"""Speculative decoding: times worked out by hand, Leviathan et al.'s Eq. 1, what does not go with it."""
+
+from dataclasses import replace
+
+import pytest
+
+from kvtwin.testing import engines
+from kvtwin.testing.engines import limits, linear_machine, requests, simulate
+from sim.bounds.compared import best_bound
+from sim.cost.roofline import RooflineCost
+from sim.engine.acceptance import Acceptance
+from sim.engine.limits import WindowLimits
+from sim.engine.sequence import Sequence
+from sim.errors import UserError
+from sim.options.policies import parse_policy
+from sim.options.scenario import Scenario
+from sim.run.prepare import prepare
+from sim.specs.models import load_model
+from sim.systems.base import Policy
+from traces.request import Request
+
+P0, P1, P2 = engines.PREFILL
+D0, D1, D2 = engines.DECODE
+
+
+def drafting(words: str, method: str = "ngram") -> Policy:
+    return parse_policy(f"vllm-v1:spec-method={method},{words}", {})[1]
+
+
+def test_accepted_tokens_come_together_and_a_step_verifies_all_drafts() -> None:
+    """A prompt of 16 and six tokens, two drafted a step, all accepted: 1, then 3, then the last 2 of 3.
+
+    Verified tokens read the sequence's KV once, with those before them: 19 and 22 tokens of context.
+    """
+    policy = drafting("spec-tokens=2,acceptance-rate=1")
+    outcome = simulate(policy, requests((0.0, 16, 6)), limits(chunked=True), record=True)
+    first = P0 + 16 * P1 + 256 * P2
+    second = first + D0 + 3 * D1 + 19 * D2
+    third = second + D0 + 3 * D1 + 22 * D2
+    assert outcome.tokens[0] == pytest.approx([first, second, second, second, third, third])
+    assert outcome.scheduler.counters.policy == {"drafted_tokens": 4, "accepted_tokens": 3, "num_drafts": 2}
+
+
+def test_slots_ahead_are_taken_and_those_of_rejected_tokens_stay_with_the_sequence() -> None:
+    """A prompt of 12 in blocks of 4, four drafted by a model that needs four slots of its own: 16 slots for the prompt,
+    then 12 + 5 + 4 = 21, where six blocks are held until 12 + 3 tokens and as many more make it 24 + 1."""
+    policy = drafting("spec-tokens=4,acceptance-rate=0", "eagle")
+    held: list[int] = []
+
+    def watch(scheduler):
+        return lambda plan, start_s, times: held.append(scheduler.gpu.num_blocks - scheduler.gpu.free)
+
+    limit = limits(gpu=20, block_size=4, chunked=True)
+    simulate(policy, requests((0.0, 12, 6)), limit, observe=watch)
+    # Computed before each step: 0, 12, 13, 14, 15, 16; to hold: 16, 21, 22, 23, 24, 25 tokens.
+    assert held == [4, 6, 6, 6, 6, 7]
+
+
+def test_a_step_takes_as_many_tokens_as_eq_1_says() -> None:
+    """(1 - p^(k+1)) / (1 - p), within 4 standard errors of 20,000 steps; by place: 1 + 0.8 + 0.2."""
+    seq = Sequence(Request(0, 0.0, 1, 1))
+    steps = 20_000
+    for p, k in ((0.7, 4), (0.3, 2), (0.9, 8)):
+        acceptance = Acceptance((p,) * k, seed=3)
+        taken = [1 + acceptance.num_accepted(seq, i * (k + 1), k) for i in range(steps)]
+        mean = sum(taken) / steps
+        deviation = (sum((t - mean) ** 2 for t in taken) / steps) ** 0.5
+        assert abs(mean - (1 - p ** (k + 1)) / (1 - p)) < 4 * deviation / steps**0.5
+    by_place = Acceptance(drafting("spec-tokens=2,synthetic-acceptance-rates=0.8 0.2").chances(), seed=3)  # type: ignore[attr-defined]
+    mean = sum(1 + by_place.num_accepted(seq, 3 * i, 2) for i in range(steps)) / steps
+    assert mean == pytest.approx(2.0, abs=0.02)
+
+
+def test_what_is_accepted_depends_on_seed_request_and_place_alone() -> None:
+    """So that all policies see the same; other seeds and requests draw others."""
+    one, other = Sequence(Request(1, 0.0, 9, 90)), Sequence(Request(2, 5.0, 7, 90))
+
+    def draws(seq: Sequence, seed: int) -> list[int]:
+        return [Acceptance((0.5,) * 8, seed).num_accepted(seq, place, 8) for place in range(40)]
+
+    assert draws(one, 0) == draws(Sequence(one.request), 0)
+    assert len({tuple(draws(one, 0)), tuple(draws(one, 1)), tuple(draws(other, 0))}) == 3
+
+
+def test_a_head_is_priced_as_a_layer_and_the_lm_head() -> None:
+    """Linear prices: the share of the model's operations that one of four layers and the LM head are, of each pass."""
+    machine = linear_machine()
+    rows, limit = requests((0.0, 16, 6)), limits(chunked=True)
+    ends = {}
+    for method in ("ngram", "eagle"):
+        policy = drafting("spec-tokens=1,acceptance-rate=0", method)
+        ends[method] = simulate(policy, rows, limit, machine=machine).by_id()[0].finish_s
+    prefill = P0 + 16 * P1 + 256 * P2
+    # The last but one of five steps drafts in vain; the last one is known to be.
+    decodes = sum(D0 + 2 * D1 + D2 * (17 + i + 1) for i in range(4))
+    layers, head = machine.model.linear_flops_per_token, machine.model.head_flops_per_token
+    share = (layers / 4 + head) / (layers + head)
+    assert ends["eagle"] - ends["ngram"] == pytest.approx(share * (prefill + decodes))
+
+
+def test_weights_and_kv_of_what_drafts_take_memory() -> None:
+    """A head keeps one layer's KV beside the model's 40, a draft model its own; blocks are as many as are left."""
+    scenario = Scenario(model="qwen3-14b", gpu="h100", workload="fixed")
+    plain = prepare(scenario, "", parse_policy("vllm-v1", {})[1]).limits
+    head = prepare(scenario, "", drafting("spec-tokens=3,acceptance-rate=0.7", "mtp")).limits
+    words = "spec-tokens=3,acceptance-rate=0.7,spec-model=qwen3-0.6b"
+    setup = prepare(scenario, "", drafting(words, "draft_model"))
+    draft = load_model("qwen3-0.6b")
+    assert head.block_bytes == pytest.approx(plain.block_bytes * 41 / 40)
+    assert setup.limits.block_bytes == plain.block_bytes + 16 * draft.kv_bytes_per_token(1)
+    used = plain.num_gpu_blocks * plain.block_bytes - setup.limits.num_gpu_blocks * setup.limits.block_bytes
+    assert abs(used - draft.weight_bytes(1)) <= 2 * setup.limits.block_bytes
+    assert isinstance(setup.cost, RooflineCost)
+    # In series: what a step accepts is known before the next.
+    assert not setup.policy.schedules_ahead
+
+
+PLENTY = "spec-tokens=2,acceptance-rate=0.5"
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("vllm-v1:spec-method=ngram,acceptance-rate=0.5", "spec-tokens: is missing"),
+        ("vllm-v1:spec-method=ngram,spec-tokens=0,acceptance-rate=0.5", "spec-tokens: 0; with"),
+        ("vllm-v1:spec-tokens=2", "spec-tokens: does nothing without spec-method"),
+        ("vllm-v1:spec-method=ngram,spec-tokens=2", "give one of them; what is accepted is drawn"),
+        ("vllm-v1:spec-method=ngram,spec-tokens=2,acceptance-rate=1.5", "acceptance-rate: 1.5 is not between 0 and 1"),
+        ("vllm-v1:spec-method=ngram,spec-tokens=2,synthetic-acceptance-rates=0.5", "1 given; give one for each of 2"),
+        ("vllm-v1:spec-method=ngram,spec-tokens=2,synthetic-acceptance-rates=0.5 0.6", "0.6 is not between 0 and"),
+        (f"vllm-v1:spec-method=draft_model,{PLENTY}", "spec-model: is missing"),
+        (f"vllm-v1:spec-method=eagle,{PLENTY},spec-model=llama-2-7b", "no other takes one"),
+        (f"vllm-v1:spec-method=draft_model,{PLENTY},spec-model=qwen3-0.6b", "words in its vocabulary"),
+        (f"vllm-v1:spec-method=ngram,{PLENTY},async-scheduling=true", "--async-scheduling: drafted tokens"),
+        (f"vllm-v1:spec-method=ngram,{PLENTY},cpu-chunks=10", "--kv-offloading-size: what a connector"),
+        (f"vllm-v1:spec-method=ngram,{PLENTY},memory=radix", "goes with memory=paged, not memory=radix"),
+        (f"sarathi:stage=speculative,spec-method=ngram,{PLENTY}", "goes with batching=unified, not batching=sarathi"),
+        ("vllm-v1:stage=speculative", "stage=speculative: spec-method is missing"),
+    ],
+)
+def test_what_does_not_go_with_drafts_is_refused(text: str, told: str) -> None:
+    with pytest.raises(UserError) as caught:
+        policy = parse_policy(text, {})[1]
+        policy.parts(limits(chunked=True), linear_machine().deployment)
+    assert told in str(caught.value)
+
+
+def test_windows_and_bounds_refuse_drafts() -> None:
+    """The bound holds for one token of a sequence at a time, and rings have no slots ahead."""
+    policy = drafting(PLENTY)
+    with pytest.raises(UserError, match="keep a window or a state"):
+        policy.parts(limits(chunked=True, window=WindowLimits(64)), linear_machine().deployment)
+    scenario = Scenario(workload="fixed", goodput=("ttft:1000",), num_prompts=2)
+    setup = prepare(scenario, "", policy)
+    assert best_bound([setup], asked=False) is None
+    with pytest.raises(UserError, match="--bound: is for engines that decode one token"):
+        best_bound([setup, replace(setup, policy=policy)])
