@@ -335,7 +335,7 @@ def sentences(found: Tail) -> list[str]:
 def cause_rows(found: Tail) -> list[tuple[str, str, str, str]]:
     """Of each cause its mean time in the set, among the others, and what the set has more."""
     return [
-        (cause, _time(own_s), _time(other_s), ("-" if own_s < other_s else "") + _time(abs(own_s - other_s)))
+        (cause, _time(own_s), _time(other_s), ("-" if own_s < other_s - LEAST_S else "") + _time(abs(own_s - other_s)))
         for cause, own_s, other_s in found.causes
     ]
 
