@@ -173,7 +173,7 @@ def _engine(
         scheduler.record_tokens(detailed)
         scheduler.record_decisions()
     series = Series(scheduler, lanes, samples) if keep.series or keep.timeline else None
-    engine = Engine(scheduler, setup.policy.length_predictor(setup.scenario.seed), log.end)
+    engine = Engine(scheduler, setup.policy.length_predictor(seed), log.end)
     engine.on_idle = None if series is None else series.rest
     return EngineParts(
         setup=setup,
