@@ -146,7 +146,7 @@ def _part_options(text: str, preset: Policy, mixed: Mapping[str, str], words: Ma
         hints = {f.name: hint for f, hint in option_fields(options)}
         for key in hints.keys() & left.keys():
             said[key] = convert(f"--policy {text}: {key}", left.pop(key), hints[key])
-        found.append(options(**{key: said[key] for key in hints.keys() & said.keys()}))
+        found.append(options(**{key: said[key] for key in hints.keys() & said.keys() if said[key] is not None}))
         said |= {key: getattr(found[-1], key) for key in hints}
     if left:
         known = [option.name for option in options_of(kind)]

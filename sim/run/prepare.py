@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from sim.cost.changed_profile import profile_named
 from sim.cost.engine_profile import OF_POLICY, TODAYS, TODAYS_SERIAL, EngineProfile, load_engine_profile, release_of
@@ -112,6 +113,7 @@ def _routed(setup: Setup) -> Setup:
 
 def _prepare(asked_for: Scenario, scenario: Scenario, label: str, policy: Policy, role: Role) -> Setup:
     warnings: list[str] = []
+    policy = _with_slos(policy, Goodput.parse(scenario.goodput))
     scenario = _with_told(scenario, policy)
     hardware = load_hardware(scenario.gpu)
     profile = profile_named(scenario.profile, hardware)
@@ -175,6 +177,17 @@ def _with_told(scenario: Scenario, policy: Policy) -> Scenario:
         if given is not None and given != value:
             raise UserError(f"{flag(name)}: {given} where options of {policy.name} say {value}; leave one of them out")
     return replace(scenario, **told) if told else scenario
+
+
+def _with_slos(policy: Policy, asked: Goodput) -> Policy:
+    """With the SLOs that goodput counts, where options that keep SLOs leave theirs open."""
+    slos_s = {"ttft_slo_ms": asked.ttft_s, "tpot_slo_ms": asked.tpot_s}
+
+    def told(options: Any) -> Any:  # noqa: ANN401 - a policy, or options of any part
+        left = [name for name, slo_s in slos_s.items() if slo_s is not None and getattr(options, name, 0.0) is None]
+        return replace(options, **{name: round(1e3 * (slos_s[name] or 0.0), 9) for name in left}) if left else options
+
+    return replace(told(policy), mixed_options=tuple(map(told, policy.mixed_options)))
 
 
 def _other_slos(policy: Policy, asked: Goodput) -> list[str]:

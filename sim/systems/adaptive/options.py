@@ -8,13 +8,16 @@ from sim.errors import UserError
 from sim.parts.batching.async_scheduling import AsyncScheduling
 from sim.parts.options import option
 
+TTFT_MS, TPOT_MS = 3000.0, 200.0
+"""What is to be met where neither its own options nor goodput say so."""
+
 
 @dataclass(frozen=True)
 class AdaptiveOptions(AsyncScheduling):
     """What is to be met, and what is known of output lengths."""
 
-    ttft_slo_ms: float = option(3000.0, "TTFT that requests are to meet, ms")
-    tpot_slo_ms: float = option(200.0, "TPOT that requests are to meet, ms")
+    ttft_slo_ms: float | None = option(None, f"TTFT to meet, ms (default: that of --goodput, else {TTFT_MS:g})")
+    tpot_slo_ms: float | None = option(None, f"TPOT to meet, ms (default: that of --goodput, else {TPOT_MS:g})")
     patience_s: float = option(0.0, "what has waited so long is served whatever it costs, s; 0: nothing is")
     mechanism: Literal["price", "swap"] = option(
         "price", "what leaves is swapped, or computed again where that costs less (price), or always swapped (swap)"
@@ -26,14 +29,24 @@ class AdaptiveOptions(AsyncScheduling):
 
     def __post_init__(self) -> None:
         for name, value, low, high in (
-            ("ttft-slo-ms", self.ttft_slo_ms, 1e-3, 1e9),
-            ("tpot-slo-ms", self.tpot_slo_ms, 1e-3, 1e9),
+            ("ttft-slo-ms", TTFT_MS if self.ttft_slo_ms is None else self.ttft_slo_ms, 1e-3, 1e9),
+            ("tpot-slo-ms", TPOT_MS if self.tpot_slo_ms is None else self.tpot_slo_ms, 1e-3, 1e9),
             ("patience-s", self.patience_s, 0.0, 1e9),
             ("predictor-accuracy", self.predictor_accuracy, 0.0, 1.0),
         ):
             if not low <= value <= high:
                 raise UserError(f"adaptive {name}: {value} is not between {low:g} and {high:g}")
         check_accuracy(self.predictor, self.predictor_accuracy)
+
+    @property
+    def ttft_slo_s(self) -> float:
+        """TTFT to meet, s."""
+        return (TTFT_MS if self.ttft_slo_ms is None else self.ttft_slo_ms) / 1e3
+
+    @property
+    def tpot_slo_s(self) -> float:
+        """TPOT to meet, s."""
+        return (TPOT_MS if self.tpot_slo_ms is None else self.tpot_slo_ms) / 1e3
 
     def length_predictor(self, seed: int) -> LengthPredictor:
         """What order and eviction are to know of output lengths."""

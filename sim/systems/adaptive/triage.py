@@ -155,7 +155,7 @@ class Triage(Order):
     @classmethod
     def build(cls, b: "Builder") -> Self:
         options = b.options(AdaptiveOptions)
-        return cls(options.ttft_slo_ms / 1e3, options.tpot_slo_ms / 1e3, options.patience_s)
+        return cls(options.ttft_slo_s, options.tpot_slo_s, options.patience_s)
 
     def bind(self, scheduler: "Scheduler") -> None:
         super().bind(scheduler)
