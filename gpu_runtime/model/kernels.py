@@ -29,6 +29,10 @@ class Kernels:
 
     def add_rms_norm(self, hidden: Tensor, update: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
         """`hidden` [N, h] plus `update` [N, h], and the `rms_norm` of that."""
+        if backend.uses_triton(hidden):
+            from gpu_runtime.model import triton_layer  # noqa: PLC0415 (CUDA only)
+
+            return triton_layer.add_rms_norm(hidden, update, weight, epsilon)
         total = hidden + update
         return total, self.rms_norm(total, weight, epsilon)
 

@@ -1,10 +1,11 @@
-"""Fused Triton kernels around attention: norm, rotation and KV write in one pass; SiLU and product in another.
+"""Fused Triton kernels around attention: norm, rotation and KV write in one pass; sum and norm, SiLU and product.
 
 Done in plain torch they are some twenty small kernels a layer, whose launches would outweigh a small decode.
 """
 # ruff: noqa: ANN001 (arguments of kernels are pointers and scalars, typed by what is passed)
 # pyright: reportMissingImports=false, reportCallIssue=false, reportArgumentType=false, reportOperatorIssue=false
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -13,6 +14,8 @@ from gpu_runtime.kv.stored import finite_limit
 
 ACTIVATION_TILE = 1024
 """Elements of the MLP's width per program."""
+NORM_TILE = 4096
+"""Elements of a token that a program sums at a time."""
 
 
 @triton.jit
@@ -112,6 +115,31 @@ def _silu_and_mul(gate_up, out, width, TILE: tl.constexpr) -> None:
     tl.store(out + row + columns, (gate * tl.sigmoid(gate) * up).to(out.dtype.element_ty), mask=mask)
 
 
+@triton.jit
+def _add_rms_norm(hidden, update, weight, total, normed, width, epsilon, TILE: tl.constexpr) -> None:
+    """One token (axis 0), TILE elements of it at a time."""
+    row = tl.program_id(0).to(tl.int64) * width
+    squares = tl.zeros([TILE], tl.float32)
+    for first in range(0, width, TILE):
+        columns = first + tl.arange(0, TILE)
+        mask = columns < width
+        left = tl.load(hidden + row + columns, mask=mask, other=0.0).to(tl.float32)
+        right = tl.load(update + row + columns, mask=mask, other=0.0).to(tl.float32)
+        # The norm is of the sum as it is kept.
+        kept = (left + right).to(total.dtype.element_ty)
+        tl.store(total + row + columns, kept, mask=mask)
+        squares += kept.to(tl.float32) * kept.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(squares, 0) / width + epsilon)
+    for first in range(0, width, TILE):
+        columns = first + tl.arange(0, TILE)
+        mask = columns < width
+        left = tl.load(hidden + row + columns, mask=mask, other=0.0).to(tl.float32)
+        right = tl.load(update + row + columns, mask=mask, other=0.0).to(tl.float32)
+        kept = (left + right).to(total.dtype.element_ty).to(tl.float32)
+        factor = tl.load(weight + columns, mask=mask, other=0.0).to(tl.float32)
+        tl.store(normed + row + columns, (kept * scale * factor).to(normed.dtype.element_ty), mask=mask)
+
+
 def rotate_and_write(
     projected: Tensor,
     norms: tuple[Tensor, Tensor] | None,
@@ -162,6 +190,15 @@ def rotate_and_write(
         LIMIT=finite_limit(cache.dtype),
     )
     return queries, keys, projected[:, (num_heads + num_kv_heads) * head_dim :].unflatten(1, (-1, head_dim))
+
+
+def add_rms_norm(hidden: Tensor, update: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+    """`hidden` [N, h] plus `update` [N, h], both contiguous, and the RMSNorm of that with `weight` [h]."""
+    total, normed = torch.empty_like(hidden), torch.empty_like(hidden)
+    width = hidden.shape[1]
+    tile = min(NORM_TILE, triton.next_power_of_2(width))
+    _add_rms_norm[(len(hidden),)](hidden, update, weight, total, normed, width, epsilon, TILE=tile)
+    return total, normed
 
 
 def silu_and_mul(gate_up: Tensor) -> Tensor:

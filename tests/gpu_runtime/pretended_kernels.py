@@ -128,6 +128,18 @@ def silu_and_mul(machine: Machine, gate_up: Any) -> OnDevice:
     return out
 
 
+def add_rms_norm(machine: Machine, hidden: Any, update: Any, weight: Any, epsilon: float) -> tuple[Any, Any]:
+    """`triton_layer.add_rms_norm`."""
+    total, normed = (machine.fresh(torch.empty(hidden.shape, dtype=hidden.dtype)) for _ in range(2))
+
+    def compute() -> None:
+        total.inner.copy_(hidden.inner + update.inner)
+        normed.inner.copy_(rms_norm(total.inner, weight.shape, weight.inner, epsilon))
+
+    machine.launch(Work("add_rms_norm", compute, lambda: (all_of(hidden, update, weight), all_of(total, normed))))
+    return total, normed
+
+
 def stand_in(machine: Machine, patch: pytest.MonkeyPatch) -> None:
     """Let the kernels of this machine take the place of Triton's."""
 
@@ -137,4 +149,5 @@ def stand_in(machine: Machine, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(triton_attention, "attend_decodes", attend_decodes)
     patch.setattr(triton_attention, "attend_chunks", partial(attend, machine))
     patch.setattr(triton_layer, "rotate_and_write", partial(rotate_and_write, machine))
+    patch.setattr(triton_layer, "add_rms_norm", partial(add_rms_norm, machine))
     patch.setattr(triton_layer, "silu_and_mul", partial(silu_and_mul, machine))

@@ -17,7 +17,7 @@ from gpu_runtime.kv.stored import FLOAT8
 from gpu_runtime.model import backend, decode_graph, torch_attention, triton_attention, triton_layer
 from gpu_runtime.model.attention import AttentionBatch
 from gpu_runtime.model.decoder import Decoder
-from gpu_runtime.model.kernels import silu_and_mul
+from gpu_runtime.model.kernels import Kernels, silu_and_mul
 from gpu_runtime.model.rotary import RotaryEmbedding
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -146,6 +146,16 @@ def test_rotation_and_write(shape, norm, dtype):
 def test_silu_and_mul(dtype):
     gate_up = 3 * torch.randn(3, 2 * 1300).to(dtype)
     close(triton_layer.silu_and_mul(gate_up.to(DEVICE)), silu_and_mul(gate_up), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [48, 5000])
+def test_add_rms_norm(dtype, width):
+    """In torch a sum and a norm are two kernels and, between them, one more trip of the residual to memory."""
+    hidden, update, weight = (torch.randn(shape).to(dtype) for shape in ((3, width), (3, width), (width,)))
+    found = triton_layer.add_rms_norm(hidden.to(DEVICE), update.to(DEVICE), weight.to(DEVICE), 1e-5)
+    for ours, theirs in zip(found, Kernels().add_rms_norm(hidden, update, weight, 1e-5), strict=True):
+        close(ours, theirs, dtype)
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="test_runtime_cuda runs the decoder itself")
