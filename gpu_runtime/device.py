@@ -156,6 +156,9 @@ class TorchDevice:
         for move in plan.beside:
             done.add(self._transfers.begin(move))
         if plan.chunks or decodes:
+            if self.memory.has_windows:
+                placement.leave((seq, cached) for seq, _, cached, _ in plan.chunks)
+                placement.leave((seq, num_tokens - 1) for seq, num_tokens in decodes)
             placement.grow((seq, cached + new) for seq, new, cached, _ in plan.chunks)
             placement.grow(decodes)
             if inputs is not None:

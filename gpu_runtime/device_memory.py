@@ -5,11 +5,13 @@ import torch
 from gpu_runtime.kv.block_ids import BlockIds
 from gpu_runtime.kv.copies import KVCopies
 from gpu_runtime.kv.copy_engine import CopyEngine
+from gpu_runtime.kv.layer_places import Places, places_by_window
 from gpu_runtime.kv.pool import KVPool
 from gpu_runtime.kv.replay.placement import Placement
 from gpu_runtime.kv.replay.state_placement import StatePlacement
 from gpu_runtime.kv.replay.turn_placement import TurnPlacement
 from gpu_runtime.kv.replay.uncached_placement import UncachedPlacement
+from gpu_runtime.kv.replay.windowed_placement import WindowedPlacement
 from gpu_runtime.layer_inputs import LayerInputs
 from gpu_runtime.layer_pass import LayerPass
 from gpu_runtime.model.decoder import Decoder
@@ -19,6 +21,11 @@ from sim.engine.layers import SEND_BUFFER_LAYERS
 from sim.engine.scheduler import Scheduler
 from sim.engine.sequence import Sequence
 from sim.errors import InvariantError, UserError
+from sim.kv.hybrid import HybridMemory
+from sim.kv.memory import Memory
+from sim.kv.states import StateMemory
+from sim.kv.windowed import WindowedMemory
+from sim.specs.kv_format import like_groups
 from sim.systems.ellm.first_layers import FirstLayersAgain
 from sim.systems.hcache.saved_states import SavedStates, TieredStates
 from sim.systems.kvpr.partial_recompute import PartialRecompute
@@ -36,6 +43,22 @@ def scratch_blocks(scheduler: Scheduler) -> int:
     # A sequence that streams holds all its blocks, here or there.
     whole = min(limits.num_gpu_blocks + limits.num_cpu_blocks, limits.max_num_seqs * longest)
     return min(SEND_BUFFER_LAYERS * whole, scheduler.host.num_blocks)
+
+
+def check_executable(memory: Memory) -> None:
+    """UserError for a memory whose plans a device cannot carry out."""
+    reason = memory.unexecutable
+    if isinstance(memory, WindowedMemory):
+        reason = "rings of blocks for layers with a window are not computed on a device: serve with --policy vllm-v1"
+    elif isinstance(memory, StateMemory):
+        reason = "layers that keep a state are not computed on a device: simulate"
+    elif isinstance(memory, HybridMemory) and memory.caches_prefixes:
+        reason = (
+            "prefixes of layers with a window are not told to a device yet: give --no-enable-prefix-caching, or where "
+            "other layers have none, --disable-hybrid-kv-cache-manager"
+        )
+    if reason:
+        raise UserError(reason)
 
 
 class DeviceMemory:
@@ -70,21 +93,28 @@ class DeviceMemory:
         self.failures: list[tuple[Sequence, str]] = []
         """Whose KV is lost or could not be computed, and why."""
         config, memory, stage = decoder.config, scheduler.memory, scheduler.stage
-        if memory.unexecutable:
-            raise UserError(memory.unexecutable)
+        check_executable(memory)
         if stage.drafts:
             raise UserError(f"stage={stage.name} drafts tokens, which no device does yet: simulate it")
-        block_tokens = scheduler.limits.block_size
-        layer_group, left_over = divmod(config.num_layers, memory.num_groups)
-        if left_over:
-            raise ValueError(f"{config.num_layers} layers of {config.name} in {memory.num_groups} equal groups")
+        block_tokens, window = scheduler.limits.block_size, scheduler.limits.window
+        self.has_windows = isinstance(memory, HybridMemory)
+        """Whether layers with a window give back blocks that have left it."""
+        places: Places | None = None
+        if self.has_windows and window is not None:
+            num_windowed = sum(map(bool, config.windows))
+            layer_group = like_groups(config.num_layers - num_windowed, num_windowed).layers_per_group
+            places = places_by_window(config, window, layer_group)
+        else:
+            layer_group, left_over = divmod(config.num_layers, memory.num_groups)
+            if left_over:
+                raise ValueError(f"{config.num_layers} layers of {config.name} in {memory.num_groups} equal groups")
         gpu_blocks, host_blocks = memory.gpu.num_blocks, memory.host.num_blocks
         scratch = gpu_blocks + scratch_blocks(scheduler)
         pin = device.type == "cuda"
-        self.gpu = KVPool(config, scratch + spare_blocks, block_tokens, layer_group, device, dtype)
+        self.gpu = KVPool(config, scratch + spare_blocks, block_tokens, layer_group, device, dtype, places=places)
         # Blocks of states are not of KV alone.
         kv_blocks = 0 if isinstance(memory, SavedStates | TieredStates) else host_blocks
-        self.host = KVPool(config, max(1, kv_blocks), block_tokens, layer_group, "cpu", dtype, pin=pin)
+        self.host = KVPool(config, max(1, kv_blocks), block_tokens, layer_group, "cpu", dtype, pin, places)
         self.counted = BlockIds(gpu_blocks)
         self.scratch = BlockIds(scratch)
         # The first ids are those that the scheduler counts.
@@ -108,6 +138,8 @@ class DeviceMemory:
             placement = UncachedPlacement(self.counted, self.host, num_groups=groups, block_tokens=block_tokens)
             budget = scheduler.limits.max_num_batched_tokens
             self.placement, self.uncached = placement, UncachedTokens(placement, self.copies, layer_group, budget)
+        elif self.has_windows and window is not None:
+            self.placement = WindowedPlacement(self.counted, self.host, window, block_tokens)
         else:
             self.placement = Placement(self.counted, self.host, num_groups=groups, block_tokens=block_tokens)
             if isinstance(stage, PartialRecompute) and stage.seconds.input_share:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from gpu_runtime.kv.block_ids import BlockIds, OutOfBlocks
+from gpu_runtime.kv.layer_places import Places
 from gpu_runtime.kv.page_locked import page_locked
 from gpu_runtime.kv.stored import raw
 from gpu_runtime.model.config import DecoderConfig
@@ -16,10 +17,12 @@ __all__ = ["KVPool", "OutOfBlocks"]
 class KVPool:
     """Blocks of `block_tokens` tokens x `layer_group` layers: all layers for vLLM, 1 for LayerKV, 4 for eLLM.
 
+    Layers with and without a window are in groups of their own where memory keeps a window only (`kv.layer_places`).
+
     `data` is [num_blocks, layer_group, 2 (K, V), num_kv_heads, block_tokens, head_dim]: a block is one piece of memory
     (one copy moves it), a layer within a block is one piece, and one head's keys within that are one, which is what a
-    program of the attention kernel reads. Layer l lies in group l // layer_group; a sequence has a block table for
-    each group.
+    program of the attention kernel reads. Layer l lies in group l // layer_group unless `places` say otherwise; a
+    sequence has a block table for each group.
     """
 
     def __init__(
@@ -31,6 +34,7 @@ class KVPool:
         device: torch.device | str,
         dtype: torch.dtype,
         pin: bool = False,
+        places: Places | None = None,
     ) -> None:
         """Allocate the blocks, zeroed, so that what attention masks out is at least a number.
 
@@ -42,6 +46,7 @@ class KVPool:
             device: where the tensor lies.
             dtype: that keys and values are stored in (`gpu_runtime.kv.stored`).
             pin: page-lock the memory (host pools of a CUDA runtime).
+            places: of each layer, its group and its place in a block of that; None: in order.
         """
         if num_blocks < 1 or block_tokens < 1 or not 1 <= layer_group <= config.num_layers:
             raise ValueError(
@@ -51,7 +56,9 @@ class KVPool:
         self.num_blocks = num_blocks
         self.block_tokens = block_tokens
         self.layer_group = layer_group
-        self.num_groups = -(-config.num_layers // layer_group)
+        self.config = config
+        self._places = places or [divmod(layer, layer_group) for layer in range(config.num_layers)]
+        self.num_groups = 1 + max(group for group, _ in self._places)
         shape = (num_blocks, layer_group, 2, config.num_kv_heads, block_tokens, config.head_dim)
         self._unlock: Callable[[], object] | None = None
         if pin:
@@ -98,9 +105,9 @@ class KVPool:
 
     def layer(self, layer: int) -> tuple[int, Tensor]:
         """The group of a layer of the model, and that layer's `key_value` view."""
-        group, layer_in_group = divmod(layer, self.layer_group)
-        if not 0 <= group < self.num_groups:
+        if not 0 <= layer < len(self._places):
             raise IndexError(f"layer {layer} of a pool of {self.num_groups} groups of {self.layer_group} layers")
+        group, layer_in_group = self._places[layer]
         return group, self.key_value(layer_in_group)
 
     def release(self) -> None:

@@ -34,7 +34,7 @@ def paged_attention(
     group, cache = pool.layer(layer)
     tables = batch.block_tables[group]
     if not backend.uses_triton(query):
-        return torch_attention.paged_attention(query, cache, tables, batch, new)
+        return torch_attention.paged_attention(query, cache, tables, batch, new, pool.config.window(layer))
     from gpu_runtime.model import triton_attention  # noqa: PLC0415 (CUDA only)
 
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device)

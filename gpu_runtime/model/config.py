@@ -9,7 +9,7 @@ from gpu_runtime.model.rope_scaling import RopeScaling, read_rope
 from sim.errors import UserError
 from sim.specs.hf_families import FAMILIES
 from sim.specs.hf_fields import Fields
-from sim.specs.hf_layers import EXPERT_COUNTS, refuse_kv_layers
+from sim.specs.hf_layers import EXPERT_COUNTS, read_windows
 from sim.specs.json_file import read_json_object
 from sim.specs.model_spec import ModelSpec
 
@@ -27,6 +27,7 @@ class DecoderConfig(msgspec.Struct, frozen=True, kw_only=True):
         qkv_bias: biases on the Q, K and V projections (Qwen2).
         qk_norm: RMSNorm of every query and key head before the rotation (Qwen3).
         rope_scaling: how rotary frequencies are stretched; None: not at all.
+        windows: of each layer, tokens; None: it attends to all, as every layer does where there are none.
     """
 
     name: str
@@ -44,6 +45,11 @@ class DecoderConfig(msgspec.Struct, frozen=True, kw_only=True):
     qkv_bias: bool = False
     qk_norm: bool = False
     tie_word_embeddings: bool = False
+    windows: tuple[int | None, ...] = ()
+
+    def window(self, layer: int) -> int | None:
+        """Tokens that a layer's queries attend to, their own included; None: all."""
+        return self.windows[layer] if self.windows else None
 
     @property
     def q_size(self) -> int:
@@ -94,7 +100,8 @@ class DecoderConfig(msgspec.Struct, frozen=True, kw_only=True):
         refused = {
             "multi-head latent attention": spec.mla is not None,
             "a mixture of experts": spec.moe is not None,
-            "sliding windows or layers that share KV": bool(spec.kv_layers),
+            "layers with and without a window in an unknown order": len(spec.kv_layers) > 1,
+            "layers that share KV": any(kind.num_stored < kind.num_layers for kind in spec.kv_layers),
             "layers that keep a state": spec.gdn is not None,
             "an MLP without gate": not spec.gated_mlp,
             "learned positions": spec.position_rows > 0,
@@ -119,6 +126,7 @@ class DecoderConfig(msgspec.Struct, frozen=True, kw_only=True):
             qkv_bias=spec.qkv_bias,
             qk_norm=head_norms > 0,
             tie_word_embeddings=spec.tie_word_embeddings,
+            windows=(spec.kv_layers[0].window,) * spec.num_layers if spec.kv_layers else (),
         )
 
 
@@ -129,7 +137,7 @@ def _read(fields: Fields, name: str) -> DecoderConfig:
     fields.refuse_unknown()
     _refuse_uncomputed(fields)
     layers, hidden = fields.count("num_hidden_layers"), fields.count("hidden_size")
-    refuse_kv_layers(fields, FAMILIES[kind], layers)
+    windows = read_windows(fields, FAMILIES[kind], layers)
     heads = fields.count("num_attention_heads")
     # Only Llama's absent fields mean what the others spell out; the newer architectures have defaults of their own.
     llama = kind == "llama"
@@ -158,6 +166,7 @@ def _read(fields: Fields, name: str) -> DecoderConfig:
         qkv_bias=kind == "qwen2",
         qk_norm=kind == "qwen3",
         tie_word_embeddings=fields.flag("tie_word_embeddings", default=False),
+        windows=windows if any(windows) else (),
     )
 
 

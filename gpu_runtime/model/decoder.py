@@ -61,7 +61,7 @@ class Decoder:
 
     def __init__(self, config: DecoderConfig, layers: list[LayerWeights], ends: EndWeights | None) -> None:
         device = layers[0].qkv.device
-        self.config = msgspec.structs.replace(config, num_layers=len(layers))
+        self.config = msgspec.structs.replace(config, num_layers=len(layers), windows=config.windows[: len(layers)])
         self.device = device
         self.dtype = layers[0].qkv.dtype
         rotary = RotaryEmbedding(config, device)

@@ -23,23 +23,30 @@ def write_kv(key: Tensor, value: Tensor, cache: Tensor, slots: Tensor, block_tok
 
 
 def paged_attention(
-    query: Tensor, cache: Tensor, tables: Tensor, batch: AttentionBatch, new: tuple[Tensor, Tensor] | None
+    query: Tensor,
+    cache: Tensor,
+    tables: Tensor,
+    batch: AttentionBatch,
+    new: tuple[Tensor, Tensor] | None,
+    window: int | None = None,
 ) -> Tensor:
     """`attention.paged_attention` on a layer's `KVPool.key_value` view and its group's block tables [B, max_blocks].
+
+    A query attends to the last `window` tokens, its own included; of blocks before these the tables may say anything.
 
     All decodes are attended together, prompt chunks one after the other.
     """
     out = torch.empty_like(query)
     grouped = _grouped(out, cache.shape[2])
     if new is not None:
-        attend_prompts(query, *new, batch, out)
+        attend_prompts(query, *new, batch, out, window=window)
     for seq, rows in batch.chunk_rows():
         cached = batch.context[seq]
         if cached or new is None:
             blocks = tables[seq : seq + 1, : batch.num_blocks(seq)]
             gathered = _gather(cache, blocks, query.dtype)
             keys, values = (part[0, :, : cached + batch.num_new[seq]] for part in gathered)
-            grouped[rows] = _attend_chunk(query[rows], keys, values, cached)
+            grouped[rows] = _attend_chunk(query[rows], keys, values, cached, window)
     if len(batch.decode_seqs):
         widest = max(batch.num_blocks(seq) for seq, n in enumerate(batch.num_new) if n == 1)
         rows = batch.query_start[batch.decode_seqs]
@@ -48,7 +55,7 @@ def paged_attention(
         lengths, tables = batch.seq_lens[batch.decode_seqs], tables[batch.decode_seqs, :widest]
         for seqs, heads in _portions(len(rows), cache, widest):
             keys, values = _gather(cache[:, :, heads], tables[seqs], query.dtype)
-            attended[seqs, heads] = _attend_decodes(queries[seqs, heads], keys, values, lengths[seqs])
+            attended[seqs, heads] = _attend_decodes(queries[seqs, heads], keys, values, lengths[seqs], window)
         grouped[rows] = attended
     return out
 
@@ -65,7 +72,13 @@ def _portions(num_seqs: int, cache: Tensor, num_blocks: int) -> Iterator[tuple[s
 
 
 def attend_prompts(
-    query: Tensor, key: Tensor, value: Tensor, batch: AttentionBatch, out: Tensor, least: int = 2
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    batch: AttentionBatch,
+    out: Tensor,
+    least: int = 2,
+    window: int | None = None,
 ) -> None:
     """Attention of the sequences with `least` new tokens or more and nothing cached, written to their rows of `out`.
 
@@ -74,17 +87,19 @@ def attend_prompts(
     """
     if query.is_cuda:
         with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
-            _attend_prompts(query, key, value, batch, out, least)
+            _attend_prompts(query, key, value, batch, out, least, window)
     else:
-        _attend_prompts(query, key, value, batch, out, least)
+        _attend_prompts(query, key, value, batch, out, least, window)
 
 
-def _attend_prompts(query: Tensor, key: Tensor, value: Tensor, batch: AttentionBatch, out: Tensor, least: int) -> None:
+def _attend_prompts(
+    query: Tensor, key: Tensor, value: Tensor, batch: AttentionBatch, out: Tensor, least: int, window: int | None
+) -> None:
     grouped = _grouped(out, key.shape[1])
     for seq, rows in batch.chunk_rows():
         if not batch.context[seq] and batch.num_new[seq] >= least:
             keys, values = (part[rows].transpose(0, 1) for part in (key, value))
-            grouped[rows] = _attend_chunk(query[rows], keys, values, 0)
+            grouped[rows] = _attend_chunk(query[rows], keys, values, 0, window)
 
 
 def _gather(cache: Tensor, tables: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -98,13 +113,16 @@ def _gather(cache: Tensor, tables: Tensor, dtype: torch.dtype) -> tuple[Tensor, 
     return keys.reshape(shape), values.reshape(shape)
 
 
-def _attend_decodes(query: Tensor, keys: Tensor, values: Tensor, seq_lens: Tensor) -> Tensor:
+def _attend_decodes(query: Tensor, keys: Tensor, values: Tensor, seq_lens: Tensor, window: int | None) -> Tensor:
     """One query a sequence, [B, num_kv_heads, group, head_dim]: heads of a group share one product with their keys."""
-    seen = torch.arange(keys.shape[2], device=query.device) < seq_lens[:, None]
+    positions = torch.arange(keys.shape[2], device=query.device)
+    seen = positions < seq_lens[:, None]
+    if window is not None:
+        seen &= positions >= seq_lens[:, None] - window
     return scaled_dot_product_attention(query, keys, values, attn_mask=seen[:, None, None, :])
 
 
-def _attend_chunk(query: Tensor, keys: Tensor, values: Tensor, cached: int) -> Tensor:
+def _attend_chunk(query: Tensor, keys: Tensor, values: Tensor, cached: int, window: int | None = None) -> Tensor:
     """One sequence's new tokens [n, num_heads, head_dim], each of which sees what is cached and those before it.
 
     Keys and values are [num_kv_heads, cached + n, head_dim], and heads of a group share theirs by broadcasting. The
@@ -113,8 +131,10 @@ def _attend_chunk(query: Tensor, keys: Tensor, values: Tensor, cached: int) -> T
     n = len(query)
     grouped = _grouped(query, len(keys)).permute(1, 2, 0, 3)
     keys, values = (part[:, None].expand(-1, grouped.shape[1], -1, -1) for part in (keys, values))
-    if cached:
+    if cached or (window is not None and window < n):
         seen = torch.ones(n, cached + n, dtype=torch.bool, device=query.device).tril(cached)
+        if window is not None:
+            seen = seen.triu(cached - window + 1)
         attended = scaled_dot_product_attention(grouped, keys, values, attn_mask=seen)
     else:
         attended = scaled_dot_product_attention(grouped, keys, values, is_causal=True)

@@ -147,18 +147,15 @@ def read_kv_layers(fields: Fields, family: Family, layers: int) -> tuple[KVLayer
     return tuple(KVLayers(num_layers=n, num_stored=-(-n // share), window=cap) for n, cap in classes if n)
 
 
-def refuse_kv_layers(fields: Fields, family: Family, layers: int) -> None:
-    """UserError unless every layer keeps its own KV and attends to the whole context."""
+def read_windows(fields: Fields, family: Family, layers: int) -> tuple[int | None, ...]:
+    """The window of every layer, tokens, the query's own included; None: all. UserError where layers share KV."""
     classes = read_kv_layers(fields, family, layers)
-    if any(layer.window is not None for layer in classes):
-        length = fields.count("max_position_embeddings")
-        raise fields.error(
-            "sliding_window",
-            f"is below max_position_embeddings {length}, and the runtime attends to the whole context: "
-            f"lower max_position_embeddings to {_window(fields)} in a copy of the file to serve shorter contexts",
-        )
-    if classes:
+    if any(kind.num_stored < kind.num_layers for kind in classes):
         raise UserError(f"{fields.path}: layers that share KV are not computed by the runtime: use another model")
+    if not classes:
+        return (None,) * layers
+    window = _window(fields)
+    return tuple(window if has_one else None for has_one in _windowed(fields, family, layers, window))
 
 
 def _check_kinds(fields: Fields, family: Family, layers: int) -> None:

@@ -97,7 +97,6 @@ def test_rotary_positions_are_read_in_both_spellings(fields, theta, scaling):
         ({"num_key_value_heads": 3}, "num_key_value_heads = 3 does not divide"),
         ({"head_dim": 15}, "head_dim = 15 is odd"),
         ({"model_type": "qwen2", "num_key_value_heads": None}, "num_key_value_heads is missing"),
-        ({"model_type": "mistral", "sliding_window": 64}, "sliding_window = 64"),
         ({"intermediate_size": None}, "intermediate_size is missing"),
     ],
 )

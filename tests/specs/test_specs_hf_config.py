@@ -7,7 +7,7 @@ import pytest
 from sim.errors import UserError
 from sim.specs.hf_families import FAMILIES
 from sim.specs.hf_fields import Fields
-from sim.specs.hf_layers import refuse_kv_layers
+from sim.specs.hf_layers import read_windows
 from sim.specs.models import load_model, read_hf_config
 
 LLAMA = {
@@ -319,17 +319,16 @@ def test_the_quantisation_file_beside_the_config_counts_too(tmp_path):
     [
         ({}, ""),
         ({"use_cla": True, "cla_share_factor": 2}, "layers that share KV are not computed by the runtime"),
-        ({"model_type": "mistral", "sliding_window": 64}, "lower max_position_embeddings to 64 in a copy of the file"),
     ],
 )
 def test_the_runtime_computes_layers_that_keep_all_their_own_kv(tmp_path, change, words):
     fields = Fields(LLAMA | change, tmp_path / "config.json")
     family = FAMILIES[(LLAMA | change)["model_type"]]
     if not words:
-        refuse_kv_layers(fields, family, 2)
+        assert read_windows(fields, family, 2) == (None, None)
         return
     with pytest.raises(UserError, match=words):
-        refuse_kv_layers(fields, family, 2)
+        read_windows(fields, family, 2)
 
 
 REFUSED = [

@@ -122,6 +122,9 @@ class Placement:
                         held.version += 1
             self.cached.renumber(numbers)
 
+    def leave(self, computed: Iterable[tuple[Sequence, int]]) -> None:
+        """Hear where the next token of each sequence stands that is about to be computed: nothing leaves here."""
+
     def grow(self, computed: Iterable[tuple[Sequence, int]]) -> None:
         """Take the blocks that sequences lack for the tokens they have once these are computed, where each group is."""
         for seq, num_tokens in computed:
