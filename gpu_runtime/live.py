@@ -104,6 +104,8 @@ def load_decoder(model: str, dtype: str, options: LiveOptions) -> Decoder:
             f"{config.name}: sliding windows are computed with --device cpu alone yet: lower max_position_embeddings "
             f"to {min(filter(None, config.windows))} in a copy of config.json to serve shorter contexts"
         )
+    if config.experts is not None and options.device != "cpu":
+        raise UserError(f"{config.name}: experts are computed with --device cpu alone yet: use a dense model")
     check_weights(config, DTYPES[dtype], options.device)
     if options.device == "cuda":
         activate_flash(torch.device(options.device))

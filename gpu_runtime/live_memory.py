@@ -73,7 +73,9 @@ def working_bytes(config: DecoderConfig, dtype: torch.dtype, limits: Limits, *, 
     values and what attention gives, whichever is more; a sequence has logits; and one sequence's keys and values of a
     layer are gathered (`torch_attention`).
     """
-    token = 3 * config.hidden_size + max(3 * config.intermediate_size, 2 * config.q_size + 2 * config.kv_size)
+    # A token's experts are taken one after the other.
+    width = config.intermediate_size if config.experts is None else config.experts.width
+    token = 3 * config.hidden_size + max(3 * width, 2 * config.q_size + 2 * config.kv_size)
     rows = min(limits.max_num_seqs, limits.max_num_batched_tokens)
     elements = limits.max_num_batched_tokens * token + rows * config.vocab_size
     elements += 2 * limits.max_model_len * config.kv_size

@@ -7,7 +7,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from gpu_runtime.model.config import DecoderConfig
+from gpu_runtime.model.config import DecoderConfig, Experts
 from gpu_runtime.model.weights import EndWeights, LayerWeights
 from sim.errors import UserError
 from sim.specs.json_file import read_json_object
@@ -69,9 +69,24 @@ class Checkpoint:
             k_norm=self._read(attention + "k_norm.weight") if config.qk_norm else None,
             output=self._read(attention + "o_proj.weight"),
             post_norm=self._read(layer + "post_attention_layernorm.weight"),
-            gate_up=self._read(mlp + "gate_proj.weight", mlp + "up_proj.weight"),
-            down=self._read(mlp + "down_proj.weight"),
+            **(
+                self._mixture(layer, config.experts)
+                if config.experts is not None
+                else {
+                    "gate_up": self._read(mlp + "gate_proj.weight", mlp + "up_proj.weight"),
+                    "down": self._read(mlp + "down_proj.weight"),
+                }
+            ),
         )
+
+    def _mixture(self, layer: str, experts: Experts) -> dict[str, Tensor]:
+        router, names = _expert_names(layer, experts)
+        shape = (experts.num, -1, self._config.hidden_size)
+        return {
+            "gate_up": self._read(*(name for gate, up, _ in names for name in (gate, up))).view(shape),
+            "down": self._read(*(down for _, _, down in names)).view(experts.num, -1, experts.width),
+            "router": self._read(router),
+        }
 
     def ends(self) -> EndWeights:
         """Embedding, final norm and head."""
@@ -94,6 +109,14 @@ _NORM = "model.norm.weight"
 _HEAD = "lm_head.weight"
 
 
+def _expert_names(layer: str, experts: Experts) -> tuple[str, list[tuple[str, str, str]]]:
+    """The router's matrix of a layer, and gate, up and down of each expert."""
+    mlp = layer + ("block_sparse_moe." if experts.named_as_mixtral else "mlp.")
+    parts = ("w1", "w3", "w2") if experts.named_as_mixtral else ("gate_proj", "up_proj", "down_proj")
+    names = [[f"{mlp}experts.{number}.{part}.weight" for part in parts] for number in range(experts.num)]
+    return mlp + "gate.weight", [(gate, up, down) for gate, up, down in names]
+
+
 def _expected(config: DecoderConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Every tensor of the model and its shape."""
     h, f = config.hidden_size, config.intermediate_size
@@ -112,6 +135,13 @@ def _expected(config: DecoderConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
             if config.qk_norm and which != "v":
                 yield f"{layer}self_attn.{which}_norm.weight", (config.head_dim,)
         yield layer + "self_attn.o_proj.weight", (h, config.q_size)
+        if config.experts is not None:
+            router, names = _expert_names(layer, config.experts)
+            yield router, (config.experts.num, h)
+            for gate, up, down in names:
+                yield from ((gate, (config.experts.width, h)), (up, (config.experts.width, h)))
+                yield down, (h, config.experts.width)
+            continue
         yield layer + "mlp.gate_proj.weight", (f, h)
         yield layer + "mlp.up_proj.weight", (f, h)
         yield layer + "mlp.down_proj.weight", (h, f)

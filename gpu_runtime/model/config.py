@@ -9,15 +9,34 @@ from gpu_runtime.model.rope_scaling import RopeScaling, read_rope
 from sim.errors import UserError
 from sim.specs.hf_families import FAMILIES
 from sim.specs.hf_fields import Fields
-from sim.specs.hf_layers import EXPERT_COUNTS, read_windows
+from sim.specs.hf_layers import EXPERT_COUNTS, read_moe, read_windows
 from sim.specs.json_file import read_json_object
 from sim.specs.model_spec import ModelSpec
 
-MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe")
 """Architectures that `from_hf` accepts."""
+QWEN3, MIXTURES = ("qwen3", "qwen3_moe"), ("mixtral", "qwen3_moe")
 DEFAULT_EPS = 1e-6
 DEFAULT_THETA = 10000.0
-"""What all four architectures assume where their config leaves the field out."""
+"""What all these architectures assume where their config leaves the field out."""
+
+
+class Experts(msgspec.Struct, frozen=True):
+    """The MLPs of every layer, of which each token takes a few.
+
+    Attributes:
+        num: of a layer.
+        per_token: that a token takes: those that the router's softmax ranks first.
+        width: of one.
+        renormalised: whether their shares add up to one.
+        named_as_mixtral: how a checkpoint calls them; else as Qwen3 does.
+    """
+
+    num: int
+    per_token: int
+    width: int
+    renormalised: bool
+    named_as_mixtral: bool
 
 
 class DecoderConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -27,6 +46,7 @@ class DecoderConfig(msgspec.Struct, frozen=True, kw_only=True):
         qkv_bias: biases on the Q, K and V projections (Qwen2).
         qk_norm: RMSNorm of every query and key head before the rotation (Qwen3).
         rope_scaling: how rotary frequencies are stretched; None: not at all.
+        experts: in place of the MLP, whose `intermediate_size` then has no meaning; None: an MLP.
         windows: of each layer, tokens; None: it attends to all, as every layer does where there are none.
     """
 
@@ -45,6 +65,7 @@ class DecoderConfig(msgspec.Struct, frozen=True, kw_only=True):
     qkv_bias: bool = False
     qk_norm: bool = False
     tie_word_embeddings: bool = False
+    experts: Experts | None = None
     windows: tuple[int | None, ...] = ()
 
     def window(self, layer: int) -> int | None:
@@ -65,7 +86,9 @@ class DecoderConfig(msgspec.Struct, frozen=True, kw_only=True):
     def num_weights(self) -> int:
         """Elements of all weights: of each layer (`weights.LayerWeights`), the final norm, embedding and head."""
         h, q, kv = self.hidden_size, self.q_size, self.kv_size
-        layer = h * (q + 2 * kv) + h * q + 3 * h * self.intermediate_size + 2 * h
+        experts = self.experts
+        mlp = 3 * h * self.intermediate_size if experts is None else experts.num * (3 * h * experts.width + h)
+        layer = h * (q + 2 * kv) + h * q + mlp + 2 * h
         layer += self.qkv_bias * (q + 2 * kv) + self.qk_norm * 2 * self.head_dim
         return self.num_layers * layer + h + self.vocab_size * h * (1 if self.tie_word_embeddings else 2)
 
@@ -94,14 +117,11 @@ class DecoderConfig(msgspec.Struct, frozen=True, kw_only=True):
         Such a decoder is for seeded random weights: its times are the model's, its tokens mean nothing.
 
         Raises:
-            UserError: latent attention, experts, an ungated MLP, learned positions, LayerNorm or other biases.
+            UserError: latent attention, experts, windows, an ungated MLP, learned positions, LayerNorm or other biases.
         """
         head_norms = spec.norm_params_per_layer - 2 * spec.hidden_size
         refused = {
             "multi-head latent attention": spec.mla is not None,
-            "a mixture of experts": spec.moe is not None,
-            "layers with and without a window in an unknown order": len(spec.kv_layers) > 1,
-            "layers that share KV": any(kind.num_stored < kind.num_layers for kind in spec.kv_layers),
             "layers that keep a state": spec.gdn is not None,
             "an MLP without gate": not spec.gated_mlp,
             "learned positions": spec.position_rows > 0,
@@ -110,6 +130,16 @@ class DecoderConfig(msgspec.Struct, frozen=True, kw_only=True):
             f"norms of {spec.norm_params_per_layer} elements a layer": head_norms not in (0, 2 * spec.head_dim),
             f"an odd head_dim {spec.head_dim}": spec.head_dim % 2 == 1,
         }
+        in_config = {
+            "a mixture of experts": spec.moe is not None,
+            "sliding windows or layers that share KV": bool(spec.kv_layers),
+        }
+        for what, found in in_config.items():
+            if found:
+                raise UserError(
+                    f"{spec.name}: model has {what}, which the runtime does not compute by sizes alone: give --model "
+                    "its config.json, or use another model"
+                )
         for what, found in refused.items():
             if found:
                 raise UserError(f"{spec.name}: model has {what}, which the runtime does not compute: use another model")
@@ -126,7 +156,6 @@ class DecoderConfig(msgspec.Struct, frozen=True, kw_only=True):
             qkv_bias=spec.qkv_bias,
             qk_norm=head_norms > 0,
             tie_word_embeddings=spec.tie_word_embeddings,
-            windows=(spec.kv_layers[0].window,) * spec.num_layers if spec.kv_layers else (),
         )
 
 
@@ -144,7 +173,7 @@ def _read(fields: Fields, name: str) -> DecoderConfig:
     kv_heads = fields.count("num_key_value_heads", default=heads if llama else None)
     if heads % kv_heads:
         raise fields.error("num_key_value_heads", f"does not divide {heads} attention heads: correct one of them")
-    if "head_dim" not in fields and (kind == "qwen3" or hidden % heads):
+    if "head_dim" not in fields and (kind in QWEN3 or hidden % heads):
         raise fields.error("head_dim", "is absent and cannot be derived: give it")
     head_dim = fields.count("head_dim", default=hidden // heads)
     if head_dim % 2:
@@ -164,10 +193,25 @@ def _read(fields: Fields, name: str) -> DecoderConfig:
         rope_theta=theta,
         rope_scaling=scaling,
         qkv_bias=kind == "qwen2",
-        qk_norm=kind == "qwen3",
+        qk_norm=kind in QWEN3,
         tie_word_embeddings=fields.flag("tie_word_embeddings", default=False),
+        experts=_read_experts(fields, kind, layers),
         windows=windows if any(windows) else (),
     )
+
+
+def _read_experts(fields: Fields, kind: str, layers: int) -> Experts | None:
+    if kind not in MIXTURES:
+        return None
+    moe = read_moe(fields, FAMILIES[kind], layers)
+    if moe is None or moe.num_moe_layers < layers or moe.shared_intermediate_size:
+        raise UserError(
+            f"{fields.path}: {moe.num_moe_layers if moe else 0} of {layers} layers have experts, or some are shared: "
+            "the runtime computes models whose layers all have experts that tokens choose"
+        )
+    is_mixtral = kind == "mixtral"
+    renormalised = is_mixtral or fields.flag("norm_topk_prob", default=False)
+    return Experts(moe.num_experts, moe.experts_per_token, moe.moe_intermediate_size, renormalised, is_mixtral)
 
 
 def _refuse_uncomputed(fields: Fields) -> None:
@@ -181,7 +225,7 @@ def _refuse_uncomputed(fields: Fields) -> None:
     if "quantization_config" in fields:
         raise fields.error("quantization_config", "is not computed by the runtime: use an unquantised checkpoint")
     for field in EXPERT_COUNTS:
-        if fields.size(field):
+        if fields.size(field) and fields.get("model_type") not in MIXTURES:
             raise fields.error(field, "means experts, which the runtime does not compute: use a dense model")
 
 

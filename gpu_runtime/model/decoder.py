@@ -12,6 +12,7 @@ from gpu_runtime.kv.pool import KVPool
 from gpu_runtime.model.attention import AttentionBatch
 from gpu_runtime.model.checkpoint import Checkpoint
 from gpu_runtime.model.config import DecoderConfig
+from gpu_runtime.model.experts import mix_experts
 from gpu_runtime.model.kernels import Kernels
 from gpu_runtime.model.rotary import RotaryEmbedding
 from gpu_runtime.model.weights import EndWeights, LayerWeights, RandomWeights
@@ -42,6 +43,8 @@ class DecoderLayer:
             hidden = hidden.clone()
         update = linear(attended.flatten(1), w.output)
         hidden, normed = kernels.add_rms_norm(hidden, update, w.post_norm, c.rms_norm_eps)
+        if c.experts is not None:
+            return hidden + mix_experts(normed, w, c.experts, kernels.silu_and_mul)
         return hidden + linear(kernels.silu_and_mul(linear(normed, w.gate_up)), w.down)
 
     def restore_kv(self, hidden: Tensor, batch: AttentionBatch, pool: KVPool, layer_index: int) -> None:

@@ -20,8 +20,9 @@ class LayerWeights:
         k_norm: [head_dim], or None.
         output: [h, q].
         post_norm: [h].
-        gate_up: [2 f, h], gate first.
-        down: [h, f].
+        gate_up: [2 f, h], gate first; of experts [E, 2 f, h].
+        down: [h, f]; of experts [E, h, f].
+        router: [E, h], or None where there are no experts.
     """
 
     input_norm: Tensor
@@ -33,6 +34,7 @@ class LayerWeights:
     post_norm: Tensor
     gate_up: Tensor
     down: Tensor
+    router: Tensor | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,9 +73,20 @@ class RandomWeights:
             k_norm=self._ones(c.head_dim) if c.qk_norm else None,
             output=self._matrix(c.hidden_size, c.q_size, residual),
             post_norm=self._ones(c.hidden_size),
-            gate_up=self._matrix(2 * c.intermediate_size, c.hidden_size),
-            down=self._matrix(c.hidden_size, c.intermediate_size, residual),
+            **self._mlp(residual),
         )
+
+    def _mlp(self, residual: float) -> dict[str, Tensor]:
+        h, experts = self._config.hidden_size, self._config.experts
+        if experts is None:
+            f = self._config.intermediate_size
+            return {"gate_up": self._matrix(2 * f, h), "down": self._matrix(h, f, residual)}
+        num, f = experts.num, experts.width
+        return {
+            "gate_up": self._normal((num, 2 * f, h), h**-0.5),
+            "down": self._normal((num, h, f), residual * f**-0.5),
+            "router": self._matrix(num, h),
+        }
 
     def ends(self) -> EndWeights:
         """Embedding, final norm and head."""

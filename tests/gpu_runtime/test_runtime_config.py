@@ -5,7 +5,7 @@ import json
 import msgspec
 import pytest
 
-from gpu_runtime.model.config import MODEL_TYPES, DecoderConfig
+from gpu_runtime.model.config import MIXTURES, MODEL_TYPES, DecoderConfig, Experts
 from gpu_runtime.model.rope_scaling import LinearScaling, Llama3Scaling
 from sim.errors import UserError
 from sim.specs.models import BUILT_IN, built_in_models, load_model, read_hf_config
@@ -35,7 +35,7 @@ def test_built_in_models_have_the_shapes_of_their_specs_or_are_refused():
     for name in built_in_models():
         spec = load_model(name)
         kind = json.loads((BUILT_IN / f"{name}.json").read_text())["model_type"]
-        if kind not in MODEL_TYPES or spec.kv_layers:
+        if kind not in MODEL_TYPES or spec.kv_layers or spec.moe:
             with pytest.raises(UserError, match=f"{name}.*does not compute"):
                 DecoderConfig.from_spec(spec)
             continue
@@ -51,7 +51,7 @@ def test_built_in_models_have_the_shapes_of_their_specs_or_are_refused():
     assert {"llama-2-7b", "llama-3.1-70b", "qwen2.5-7b", "qwen3-8b", "yi-34b-200k"} <= set(computed)
 
 
-@pytest.mark.parametrize("kind", MODEL_TYPES)
+@pytest.mark.parametrize("kind", [kind for kind in MODEL_TYPES if kind not in MIXTURES])
 def test_parameters_counted_from_the_config_are_those_of_the_spec(kind, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(PLAIN | {"model_type": kind}))
     config, spec = DecoderConfig.from_hf(tmp_path), read_hf_config(tmp_path)
@@ -61,6 +61,23 @@ def test_parameters_counted_from_the_config_are_those_of_the_spec(kind, tmp_path
     layer = (2 * config.q_size + 2 * config.kv_size + 3 * config.intermediate_size) * h + 2 * h
     layer += (config.q_size + 2 * config.kv_size) * config.qkv_bias + 2 * d * config.qk_norm
     assert spec.num_params == 2 * layer + 2 * 100 * h + h
+
+
+@pytest.mark.parametrize("kind", MIXTURES)
+def test_experts_are_counted_and_read_as_the_simulator_has_them(kind, tmp_path):
+    counts = {"num_experts_per_tok": 2, "moe_intermediate_size": 24}
+    counts["num_local_experts" if kind == "mixtral" else "num_experts"] = 5
+    fields = PLAIN | counts | {"model_type": kind}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    config, spec = DecoderConfig.from_hf(tmp_path), read_hf_config(tmp_path)
+    width = 96 if kind == "mixtral" else 24
+    assert config.experts == Experts(5, 2, width, kind == "mixtral", kind == "mixtral")
+    assert config.num_weights == spec.num_params
+    with pytest.raises(UserError, match="does not compute by sizes alone: give --model its"):
+        DecoderConfig.from_spec(spec)
+    if kind == "qwen3_moe":
+        with pytest.raises(UserError, match="1 of 2 layers have experts"):
+            DecoderConfig.from_hf(fields | {"mlp_only_layers": [0]})
 
 
 @pytest.mark.parametrize(

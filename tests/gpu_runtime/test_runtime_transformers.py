@@ -25,6 +25,7 @@ SHAPE = {
     "eos_token_id": None,
 }
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+MOE = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 20, "head_dim": 8}
 MODELS = {
     "llama": ("Llama", {}),
     "llama-3.1": ("Llama", {"rope_parameters": {**LLAMA3, "original_max_position_embeddings": 32}, "head_dim": 16}),
@@ -36,6 +37,9 @@ MODELS = {
     "qwen2-window": ("Qwen2", {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}),
     "qwen2-tied": ("Qwen2", {"tie_word_embeddings": True}),
     "qwen3": ("Qwen3", {"head_dim": 16, "rms_norm_eps": 1e-5}),
+    "mixtral": ("Mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": None}),
+    "qwen3-moe": ("Qwen3Moe", MOE | {"norm_topk_prob": True}),
+    "qwen3-moe-plain": ("Qwen3Moe", MOE | {"norm_topk_prob": False, "num_key_value_heads": 3}),
     "qwen3-tied": ("Qwen3", {"head_dim": 8, "tie_word_embeddings": True, "num_key_value_heads": 1}),
 }
 
