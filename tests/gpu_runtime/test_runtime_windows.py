@@ -70,6 +70,8 @@ def test_memories_and_devices_that_keep_no_windows_are_refused(monkeypatch):
             replace(limit, enable_prefix_caching=True),
             decoder=decoder,
         )
+    with pytest.raises(UserError, match="give --no-async-scheduling"):
+        serve(POLICIES["vllm-v1"](async_scheduling=True), requests(*ROWS), limit, decoder=decoder)
     monkeypatch.setattr("gpu_runtime.live.check_device", lambda device: None)
     monkeypatch.setattr("gpu_runtime.live.DecoderConfig.from_hf", lambda path: decoder.config)
     monkeypatch.setattr("gpu_runtime.live.check_backend", lambda *_: None)
