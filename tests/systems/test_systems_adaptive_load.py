@@ -7,8 +7,12 @@ from hypothesis import strategies as st
 
 from kvtwin.testing import limits, linear_machine, simulate
 from sim.engine.plan import IterationPlan, StepTimes
+from sim.options.policies import parse_policy
+from sim.options.scenario import Scenario
 from sim.results.metrics import Goodput
-from sim.systems.adaptive.pace import Correction, Pace
+from sim.run.prepare import prepare
+from sim.systems.adaptive.options import AdaptiveOptions
+from sim.systems.adaptive.pace import PIECES, Beside, Correction, Pace
 from sim.systems.adaptive.preset import Adaptive
 from traces.request import Request
 
@@ -38,6 +42,35 @@ def test_prices_follow_what_iterations_took():
         for plan in plans:
             correction.add(plan, factor * cost.iteration_s(plan))
         assert correction.factor == factor
+
+
+def test_prompts_are_priced_at_what_they_took_of_late():
+    """Cached prompts were priced as if they were computed, and requests turned away for it."""
+    beside = Beside()
+    assert beside.factor == 1.0
+    beside.add(2.0, 8.0)
+    assert beside.factor == 1.0
+    beside.next_piece()
+    assert beside.factor == 0.25
+    for _ in range(PIECES):
+        beside.add(1.0, 2.0)
+        beside.next_piece()
+    assert beside.factor == 0.5
+
+
+@pytest.mark.parametrize(
+    ("policy", "ttft_s", "tpot_s"),
+    [
+        ("adaptive", 1.0, 0.05),
+        ("adaptive:tpot-slo-ms=70", 1.0, 0.07),
+        ("vllm-v1:order=triage,batching=paced,eviction=park", 1.0, 0.05),
+    ],
+)
+def test_slos_are_those_of_goodput_unless_told(policy, ttft_s, tpot_s):
+    """They had to be given twice, and the policy kept others than were counted."""
+    setup = prepare(Scenario(workload="sharegpt", goodput=("ttft:1000", "tpot:50")), *parse_policy(policy, {}))
+    (options,) = (one for one in (setup.policy, *setup.policy.mixed_options) if isinstance(one, AdaptiveOptions))
+    assert (options.ttft_slo_s, options.tpot_slo_s) == (ttft_s, tpot_s)
 
 
 @settings(max_examples=6, deadline=None)
