@@ -6,11 +6,12 @@ sees each answer as the end of a request and the next turn as a new one, whose p
 
 from collections.abc import Iterable
 from math import inf
-from typing import TYPE_CHECKING, ClassVar, Self
+from typing import TYPE_CHECKING, ClassVar, Self, get_args
 
 from sim.engine.changes import GPU, HOST, Move, Tier
 from sim.engine.plan import IterationPlan
 from sim.engine.sequence import PARKED, PROMOTING, WAITING, CallingSequence, Sequence, Status
+from sim.errors import UserError
 from sim.kv.paged import PagedMemory
 from sim.parts.base import Stage, Wait
 from sim.parts.needs import Need
@@ -59,6 +60,11 @@ class ToolCalls(Stage):
     def build(cls, b: "Builder") -> Self:
         b.refuse_windows("stage=tool-calls")
         options = b.options(ToolCallOptions)
+        if options.tool_kv not in get_args(Kept):
+            raise UserError(
+                f"stage=tool-calls: tool-kv={options.tool_kv} is a way of stage=min-waste; give one of its own, "
+                f"{' or '.join(get_args(Kept))}"
+            )
         return cls(options.tool_kv, keeps_place=options.keeps_place)
 
     def __init__(self, kept: Kept, *, keeps_place: bool) -> None:
