@@ -67,7 +67,6 @@ def test_default_pools_take_a_quarter_of_the_free_memory_each(free_bytes):
 @pytest.mark.parametrize(
     ("name", "option", "refusal"),
     [
-        ("vllm-v1", "async_scheduling", "--async-scheduling: runs on a device"),
         ("vllm-v1", "kv_offloading_size", "--kv-offloading-size: runs on a device"),
         ("memserve", "memory", "memory=mempool"),
     ],
@@ -75,7 +74,7 @@ def test_default_pools_take_a_quarter_of_the_free_memory_each(free_bytes):
 def test_what_a_device_cannot_do_yet_is_refused(name, option, refusal):
     policy, scenario = POLICIES[name](), SCENARIO
     if option != "memory":
-        policy = replace(policy, **{option: 1.0 if option == "kv_offloading_size" else True})
+        policy = replace(policy, **{option: 1.0})
     with pytest.raises(UserError, match=refusal):
         fit_to_machine(scenario, policy, "cpu")
 
