@@ -26,6 +26,7 @@ SEEN = {
     "counters of fastserve",
     "counters of adaptive",
     "counters of infercept and of stage=tool-calls",
+    "counters of speculative decoding",
     "counters of pools",
     "counters of tiers",
     "timeline.json.gz",
