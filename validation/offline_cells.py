@@ -63,7 +63,7 @@ class ChosenOrder(Triage):
     @classmethod
     def build(cls, b: Builder) -> "ChosenOrder":
         assert isinstance(b.policy, Offline)
-        return cls(b.policy.chosen, b.policy.ttft_slo_ms / 1e3, b.policy.tpot_slo_ms / 1e3)
+        return cls(b.policy.chosen, b.policy.ttft_slo_s, b.policy.tpot_slo_s)
 
     def __init__(self, chosen: frozenset[int], ttft_slo_s: float, tpot_slo_s: float) -> None:
         super().__init__(ttft_slo_s, tpot_slo_s)
