@@ -70,6 +70,11 @@ METRICS = (
     Metric("total_token_throughput", "Total tokens (1/s)", False),
     Metric("request_goodput", "Goodput (requests/s)", False, ",.3f"),
     Metric(
+        "goodput_of_arrivals", "Goodput of arrivals (1/s)", False, ",.3f",
+        "`goodput_attainment` x requests offered: requests that met every SLO, a second of arrivals. What the last "
+        "ones take does not count, as it does in `request_goodput`. None: no SLOs, or nothing known of the arrivals.",
+    ),
+    Metric(
         "goodput_attainment_percent", "SLOs met (% of requests)", False, meaning="`goodput_attainment` x 100.",
     ),
     *_latencies(),
@@ -104,11 +109,13 @@ MEANINGS = {metric.key: metric.meaning or f"{metric.name}." for metric in METRIC
 def metric_values(result: Result) -> dict[str, float | None]:
     """The metrics of one result by key; None where the run has none."""
     attained, share, hits = result.goodput_attainment, queue_share(result), hit_share(result)
+    came = offered(result)
     derived = {
+        "goodput_of_arrivals": None if attained is None or came is None else attained * came,
         "goodput_attainment_percent": None if attained is None else attained * 100.0,
         "queue_share_percent": None if share is None else share * 100.0,
         "mean_decoding": mean_decoding(result),
-        "request_offered": offered(result),
+        "request_offered": came,
         "prefix_hit_percent": None if hits is None else hits * 100.0,
         "host_memory_gib": host_blocks(result) * result.scenario.block_bytes / 2**30,
     }
@@ -258,6 +265,8 @@ def run_lines(result: Result, folder: Path) -> list[str]:
         share = result.goodput_attainment
         met = "" if share is None else f" ({share * 100:.1f} % of requests meet their SLOs)"
         lines.append(_row("Goodput (requests/s)", f"{result.request_goodput:.3f}{met}"))
+        if (of_arrivals := values["goodput_of_arrivals"]) is not None:
+            lines.append(_row("Goodput of arrivals (1/s)", f"{of_arrivals:.3f}"))
         lines.append(_row("SLOs (ms)", " ".join(result.scenario.goodput)))
     lines += [_rule("Latency, ms", "-"), *_latency_lines(result)]
     lines += [_rule("KV memory", "-"), *_memory_lines(result)]

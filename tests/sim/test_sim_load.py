@@ -139,3 +139,10 @@ def test_reports_say_who_is_overloaded_and_what_memory_each_was_given(tmp_path):
     assert any("Overloaded" in line for line in run_lines(late, tmp_path))
     assert not any("Overloaded" in line for line in run_lines(steady, tmp_path))
     assert metric_values(late)["request_offered"] == pytest.approx(10.0)
+
+
+def test_goodput_of_arrivals_leaves_out_what_the_last_ones_take():
+    late = result_of(EVENLY_S, 0, 60.0, goodput_attainment=0.25, request_goodput=0.5)
+    # By hand: a quarter of 10 requests/s, though the run took longer than they came.
+    assert metric_values(late)["goodput_of_arrivals"] == pytest.approx(2.5)
+    assert metric_values(result_of(EVENLY_S, 0, 60.0))["goodput_of_arrivals"] is None
