@@ -1,3 +1,3 @@
 """The version, in one place; reading it from package metadata would cost every start 12 ms."""
 
-VERSION = "0.9.0"
+VERSION = "0.10.0"
