@@ -94,6 +94,7 @@ def regrouped(pool: KVPool, layers: int) -> KVPool:
     """The memory of a pool of one-layer blocks as blocks of all layers, which share one block table."""
     whole = copy(pool)
     whole.num_blocks, whole.layer_group, whole.num_groups = pool.num_blocks // layers, layers, 1
+    whole._places = [(0, layer) for layer in range(layers)]
     whole.data = pool.data[: whole.num_blocks * layers].view(whole.num_blocks, layers, *pool.data.shape[2:])
     return whole
 

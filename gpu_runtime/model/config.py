@@ -134,15 +134,15 @@ class DecoderConfig(msgspec.Struct, frozen=True, kw_only=True):
             "a mixture of experts": spec.moe is not None,
             "sliding windows or layers that share KV": bool(spec.kv_layers),
         }
+        for what, found in refused.items():
+            if found:
+                raise UserError(f"{spec.name}: model has {what}, which the runtime does not compute: use another model")
         for what, found in in_config.items():
             if found:
                 raise UserError(
                     f"{spec.name}: model has {what}, which the runtime does not compute by sizes alone: give --model "
                     "its config.json, or use another model"
                 )
-        for what, found in refused.items():
-            if found:
-                raise UserError(f"{spec.name}: model has {what}, which the runtime does not compute: use another model")
         return cls(
             name=spec.name,
             num_layers=spec.num_layers,

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import ClassVar
 
@@ -309,12 +310,21 @@ class SwapToo(VllmRecompute):
     first: bool = option(False, "collides")
 
 
-def test_options_of_two_policies_with_one_flag_are_refused(monkeypatch):
-    places = {"vllm": f"{__name__}:Swap", "vllm-swap": f"{__name__}:SwapToo"}
-    for name in [*systems.POLICIES]:
-        monkeypatch.delitem(systems._PLACES, name)
-    for name, place in places.items():
-        monkeypatch.setitem(systems._PLACES, name, place)
+@pytest.fixture
+def only(request) -> Callable[[dict[str, str]], None]:
+    """Makes these the policies that are known; afterwards they are those of before, in their order."""
+    before = dict(systems._PLACES)
+
+    def become(places: dict[str, str]) -> None:
+        systems._PLACES.clear()
+        systems._PLACES.update(places)
+
+    request.addfinalizer(lambda: become(before))
+    return become
+
+
+def test_options_of_two_policies_with_one_flag_are_refused(only):
+    only({"vllm": f"{__name__}:Swap", "vllm-swap": f"{__name__}:SwapToo"})
     with pytest.raises(UserError, match=r"--vllm-swap-first: an option of vllm and vllm-swap alike"):
         all_policy_options()
     with pytest.raises(UserError, match="vllm and vllm-swap alike"):
