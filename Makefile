@@ -32,7 +32,7 @@ test: $(VENV)/dev
 	$(BIN)/python -m pytest --nbmake notebooks
 
 # Triton's kernels for GPUs that are not here, every case of `pytest -m gpu`: eight to nine minutes of one core, so that
-# CI leaves it out; `test` has the hard ones. For who changes a kernel, or takes another Triton.
+# CI leaves it out; `test` has the hard ones. For a change of a kernel, or of Triton.
 kernels: $(VENV)/dev
 	for gpu in 80 89 90 100; do $(BIN)/python tests/gpu_runtime/triton_compiles.py $$gpu all || exit 1; done
 

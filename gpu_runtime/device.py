@@ -173,7 +173,7 @@ class TorchDevice:
     def collect(self) -> float:
         for seq, token, is_computed in self._in_flight.land():
             if seq not in self.tokens:
-                # It has ended since: nobody waits for the token.
+                # It has ended since: no client waits for the token.
                 continue
             self.tokens.append(seq, token)
             if is_computed and self.on_token is not None:

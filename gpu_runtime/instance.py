@@ -93,7 +93,7 @@ class Flight(NamedTuple):
     sampled: list[Sequence]
     """Sequences that take a token."""
     ended: list[Sequence]
-    """Whose last tokens these are."""
+    """Sequences that end with these tokens."""
 
 
 class LiveInstance:

@@ -1,6 +1,6 @@
 """`TokenTimes`: when tokens really came, of iterations that the scheduler counts before they end.
 
-Scheduled ahead, an iteration is counted when it is launched, and nobody knows when it will end. The scheduler is told a
+Scheduled ahead, an iteration is counted when it is launched: its end is not known yet. The scheduler is told a
 time all the same; what follows of it for people (first tokens, gaps, ends) is kept here in its place.
 """
 

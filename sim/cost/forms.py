@@ -188,7 +188,7 @@ def build_cost(
     """The cost model of a profile, in the profile's own form or, but for linear ones, as `roofline` or `paper`.
 
     `engine` adds host time and padded batches to the forms `roofline` and `table`; prices of the others are all there
-    is. `experts` says who shares the routed ones, where that is not the tensor-parallel group as a whole.
+    is. `experts` says which GPUs share the routed ones, where that is not the tensor-parallel group as a whole.
     """
     form = form or profile.form
     if experts is not None and form != "roofline":

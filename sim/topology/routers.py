@@ -67,7 +67,7 @@ class Router(ABC):
     reason = ""
     """Why the last request that was turned away was."""
     sees_kv = False
-    """Whether it asks how full KV memory is. Engines then go iteration by iteration: within a jump nobody knows."""
+    """Whether it asks how full KV memory is. Engines then go iteration by iteration: within a jump it is not known."""
 
     @abstractmethod
     def route(self, request: Request, engines: Sequence[EngineView]) -> int:

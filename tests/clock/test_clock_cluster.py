@@ -181,7 +181,7 @@ def test_llm_d_adds_up_queue_memory_and_prefix():
     views, router = [Loaded(0), Loaded(4), Loaded(2)], LlmD(0)
     views[0].kv_usage, views[1].kv_usage, views[2].kv_usage = 0.9, 0.5, 0.0
     first = Request(0, 0.0, 64, 2, "", (1, 2, 3, 4), 16)
-    # By hand: 2 x (queue 1, 0, 1/2) + 2 x (free 0.1, 0.5, 1), and nobody was sent any of it.
+    # By hand: 2 x (queue 1, 0, 1/2) + 2 x (free 0.1, 0.5, 1), and no engine was sent any of it.
     assert router.costs(first, views) == pytest.approx([-2.2, -1.0, -3.0])
     assert router.route(first, views) == 2
     # The third had three of the next one's four blocks: 3 x 0.75 more.
