@@ -8,13 +8,12 @@ aiconfigurator's tables of vLLM 0.24. Nothing is of this model's tables in the f
 the cards has the rate and latency of LLMServingSim's configuration of this machine, which are in the profile.
 """
 
-import argparse
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from vllm019_rtx4090 import compare, read_measured
-from vllm019_rtx_pro_6000 import EXAMPLES, GPU, convert
+from vllm019_rtx_pro_6000 import GPU, asked_folder, convert
 
 from sim.cost.profile import load_profile
 from sim.options.scenario import Scenario
@@ -25,11 +24,8 @@ TRACE = "qwen3-30b-a3b"
 
 def main() -> None:
     """Print measured and simulated figures side by side."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path)
-    folder = parser.parse_args().folder
-    if not (folder / EXAMPLES).is_dir():
-        print(f"{folder / EXAMPLES} is not there: nothing to compare with")
+    folder = asked_folder(__doc__)
+    if folder is None:
         return
     with TemporaryDirectory() as name:
         scratch = Path(name)

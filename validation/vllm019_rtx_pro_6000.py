@@ -65,13 +65,21 @@ def convert(folder: Path, name: str, scratch: Path, traffic: str = "") -> None:
             times.writerow((arrival_s, row["first_token_ts"] - origin_s, row["last_token_ts"] - origin_s))
 
 
+def asked_folder(description: str | None) -> Path | None:
+    """The checkout that the command line names; None, and a line says so, where it has no runs."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    folder: Path = parser.parse_args().folder
+    if (folder / EXAMPLES).is_dir():
+        return folder
+    print(f"{folder / EXAMPLES} is not there: nothing to compare with")
+    return None
+
+
 def main() -> None:
     """Print measured and simulated figures of each server side by side."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path)
-    folder = parser.parse_args().folder
-    if not (folder / EXAMPLES).is_dir():
-        print(f"{folder / EXAMPLES} is not there: nothing to compare with")
+    folder = asked_folder(__doc__)
+    if folder is None:
         return
     with TemporaryDirectory() as name:
         scratch = Path(name)

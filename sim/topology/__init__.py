@@ -7,7 +7,7 @@ arrival (`sim.topology.routers.EngineView`) and returns the place of one of them
 from collections.abc import Callable, Sequence
 
 from sim.topology.routers import LeastLoaded, PowerOfTwo, PrefixAffinity, RoundRobin, Router, SessionAffinity
-from sim.topology.weighed import WEIGHED, Dynamo, LlmD, parse_weights
+from sim.topology.weighed import WEIGHED, parse_weights
 
 ROUTERS: dict[str, Callable[[int], Router]] = {
     "round-robin": lambda seed: RoundRobin(),
@@ -15,8 +15,7 @@ ROUTERS: dict[str, Callable[[int], Router]] = {
     "power-of-two": PowerOfTwo,
     "session-affinity": lambda seed: SessionAffinity(),
     "prefix-affinity": lambda seed: PrefixAffinity(),
-    "llm-d": LlmD,
-    "dynamo": Dynamo,
+    **WEIGHED,
 }
 """Name -> a new router, from the seed of everything random."""
 DEFAULT_ROUTER = "round-robin"

@@ -55,12 +55,12 @@ class LlmD(Weighed):
 
     def __init__(self, seed: int, **weights: float) -> None:
         super().__init__(seed, **weights)
-        self._sent: list[OrderedDict[int, None]] = []
-        """By engine, ids of the blocks that it was sent, the latest last."""
+        self._sent: dict[int, OrderedDict[int, None]] = {}
+        """By an engine's place, ids of the blocks that it was sent, the latest last."""
 
     def route(self, request: Request, engines: Sequence[EngineView]) -> int:
         chosen = super().route(request, engines)
-        sent, tokens = self._sent[chosen], max(1, request.hash_block_tokens)
+        sent, tokens = self._sent.setdefault(chosen, OrderedDict()), max(1, request.hash_block_tokens)
         for block in self._compared(request):
             sent[block] = None
             sent.move_to_end(block)
@@ -69,15 +69,14 @@ class LlmD(Weighed):
         return chosen
 
     def costs(self, request: Request, engines: Sequence[EngineView]) -> list[float]:
-        self._sent += [OrderedDict() for _ in engines[len(self._sent) :]]
         compared, weights = self._compared(request), self.weights
         waiting = [engine.num_waiting for engine in engines]
         least, most = min(waiting), max(waiting)
         found = []
-        for engine, sent, num_waiting in zip(engines, self._sent, waiting, strict=True):
+        for place, (engine, num_waiting) in enumerate(zip(engines, waiting, strict=True)):
             score = weights["queue"] * ((most - num_waiting) / (most - least) if most > least else 1.0)
             score += weights["kv"] * (1.0 - engine.kv_usage)
-            if compared:
+            if compared and (sent := self._sent.get(place)):
                 score += weights["prefix"] * sum(block in sent for block in compared) / len(compared)
             found.append(-score)
         return found

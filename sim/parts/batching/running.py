@@ -240,8 +240,12 @@ class Running(Batching):
         else:
             plan.decode_context_tokens += sum(map(batch.num_tokens_of, decodes))
 
+    def _tokens_of(self, plan: IterationPlan) -> dict[Sequence, int]:
+        """How many tokens of each sequence a step computes."""
+        return {chunk.seq: chunk.num_new for chunk in plan.chunks} | dict.fromkeys(plan.decodes, 1)
+
     def _note(self, plan: IterationPlan, preempted: list[Sequence] | tuple[()]) -> None:
-        tokens = {chunk.seq: chunk.num_new for chunk in plan.chunks} | dict.fromkeys(plan.decodes, 1)
+        tokens = self._tokens_of(plan)
         self._line = " ".join(f"{seq.request.request_id}:{tokens[seq]}" for seq in self.running if seq in tokens)
         if preempted:
             self._line += " preempt " + " ".join(str(seq.request.request_id) for seq in preempted)

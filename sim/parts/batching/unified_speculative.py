@@ -246,10 +246,5 @@ class UnifiedSpeculative(Unified):
             if seq in members:
                 drafted[seq] = num_tokens
 
-    def _note(self, plan: IterationPlan, preempted: list[Sequence] | tuple[()]) -> None:
-        tokens = self._scheduled
-        self._line = " ".join(f"{seq.request.request_id}:{tokens[seq]}" for seq in self.running if seq in tokens)
-        if preempted:
-            self._line += " preempt " + " ".join(str(seq.request.request_id) for seq in preempted)
-        if self._line and self.record is not None:
-            self.record(self._line)
+    def _tokens_of(self, plan: IterationPlan) -> dict[Sequence, int]:
+        return self._scheduled
