@@ -7,7 +7,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from runtime_mistakes import check_failures, failing_copies  # noqa: E402
-from runtime_variants import COPYING, VARIANTS, policy_of  # noqa: E402
+from runtime_variants import COPYING, LIVE, VARIANTS, policy_of  # noqa: E402
 
 from gpu_runtime.model.decoder import Decoder  # noqa: E402
 from kvtwin.testing import live, requests  # noqa: E402
@@ -66,7 +66,7 @@ def test_memory_that_runs_out_in_the_middle_of_a_pass_leaves_no_copy_behind(monk
         return right(self, *arguments, **named)
 
     monkeypatch.setattr(type(layer), "forward", sometimes)
-    served = [serve(variant) for variant in VARIANTS]
+    served = [serve(variant) for variant in LIVE]
     monkeypatch.undo()
     for run in served:
         assert len(check(run)) < len(ROWS)

@@ -61,9 +61,9 @@ def test_tokens_are_those_of_each_request_alone(variant, chunked):
 ROWS = st.lists(st.tuples(st.just(0.0), st.integers(1, 30), st.integers(1, 24)), min_size=2, max_size=12)
 
 
-@pytest.mark.parametrize("variant", TIERED)
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=16, deadline=None)
 @given(
+    variant=st.sampled_from(TIERED),
     rows=ROWS, gap_s=st.sampled_from([0.0, 0.005, 0.02]), gpu=st.integers(17, 40), host=st.sampled_from([0, 5, 30]),
     seqs=st.sampled_from([2, 5]), chunked=st.booleans(), kinds=st.integers(1, 3), common=st.integers(1, 8),
     inline=st.booleans(),

@@ -6,7 +6,7 @@ torch = pytest.importorskip("torch")
 
 from hypothesis import HealthCheck, assume, given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
-from runtime_variants import LIVE, STREAM, VARIANTS, policy_of  # noqa: E402
+from runtime_variants import LIVE, STREAM, VARIANTS, WORKLOADS, policy_of  # noqa: E402
 
 from kvtwin.testing import build_engine, linear_machine, live, requests  # noqa: E402
 from kvtwin.testing.live import GROWING, ROWS, tight_limits  # noqa: E402
@@ -71,11 +71,6 @@ def test_who_leaves_goes_in_pieces_or_is_computed_again_where_that_costs_less(me
     tally = served.counters.policy
     assert bool(tally["parked_sequences"]) is swapped and bool(tally["recomputed_sequences"]) is not swapped
     assert any(len(plan.beside) > 1 for plan, _, _ in served.plans) is swapped
-
-
-WORKLOADS = st.lists(
-    st.tuples(st.sampled_from([0.0, 0.0, 0.01, 0.02]), st.integers(1, 40), st.integers(1, 24)), min_size=1, max_size=12
-).map(sorted)
 
 
 @settings(max_examples=150, deadline=None)

@@ -8,7 +8,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from hypothesis import example, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from runtime_small import SMALL, Runner
 from runtime_turns import converse
@@ -53,25 +53,27 @@ ROWS = st.lists(
 ).map(sorted)
 
 
-@pytest.mark.parametrize("variant", [*CACHING, *TREES, "vllm-v1:scheduling-policy=priority,memory=radix"])
-@settings(max_examples=12, deadline=None)
+def serve_alike(variant, rows, kinds, common, **sizes):
+    policy = policy_of(variant)
+    arrivals = [r._replace(priority=r.request_id % 3) for r in alike(requests(*rows), kinds, common)]
+    live.check_tokens(live.serve(policy, arrivals, limits_of(policy, **sizes)), arrivals)
+
+
+@settings(max_examples=60, deadline=None)
 @given(
+    variant=st.sampled_from([*CACHING, *TREES, "vllm-v1:scheduling-policy=priority,memory=radix"]),
     rows=ROWS, gpu=st.integers(17, 40), seqs=st.sampled_from([2, 5]), chunked=st.booleans(), kinds=st.integers(1, 3),
     common=st.integers(1, 8),
 )  # fmt: skip
-@example(
-    # At 26 blocks two start in a step with the same block, and one of them gives its own back in it.
-    rows=[
-        (0.0, 4, 21), (0.0, 5, 2), (0.0, 25, 11), (0.0, 26, 22), (0.0, 28, 1), (0.01, 16, 20), (0.01, 23, 13),
-        (0.02, 5, 2), (0.02, 20, 8),
-    ],
-    gpu=26, seqs=5, chunked=True, kinds=2, common=5,
-)  # fmt: skip
-def test_no_workload_finds_a_token_that_a_cache_changes(variant, rows, gpu, seqs, chunked, kinds, common):
-    policy = policy_of(variant)
-    arrivals = [r._replace(priority=r.request_id % 3) for r in alike(requests(*rows), kinds, common)]
-    served = live.serve(policy, arrivals, limits_of(policy, gpu=gpu, seqs=seqs, chunked=chunked))
-    live.check_tokens(served, arrivals)
+def test_no_workload_finds_a_token_that_a_cache_changes(**drawn):
+    serve_alike(**drawn)
+
+
+@pytest.mark.parametrize("variant", TREES)
+def test_two_may_start_with_a_block_that_one_of_them_gives_back_in_the_step(variant):
+    rows = [(0.0, 4, 21), (0.0, 5, 2), (0.0, 25, 11), (0.0, 26, 22), (0.0, 28, 1), (0.01, 16, 20), (0.01, 23, 13)]
+    rows += [(0.02, 5, 2), (0.02, 20, 8)]
+    serve_alike(variant, rows, kinds=2, common=5, gpu=26, seqs=5, chunked=True)
 
 
 @pytest.mark.parametrize("variant", ["vllm-v1", "vllm-recompute", "sarathi", *TREES])

@@ -68,9 +68,9 @@ def test_tokens_are_those_of_each_request_alone(monkeypatch, split, chunked, var
     assert not any(plan.beside for plan, _, _ in served.plans)
 
 
-@pytest.mark.parametrize("variant", MIXES)
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=18, deadline=None)
 @given(
+    variant=st.sampled_from(MIXES),
     rows=ROWS, split=st.sampled_from([*SPLITS, SPLIT]), gap_s=st.sampled_from([0.0, 0.005, 0.02]),
     gpu=st.integers(17, 40), host=st.sampled_from([0, 40, 60, 90]), seqs=st.sampled_from([2, 5]), chunked=st.booleans(),
     kinds=st.integers(1, 3), common=st.integers(1, 8), inline=st.booleans(),

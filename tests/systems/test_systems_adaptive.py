@@ -268,7 +268,7 @@ def test_a_table_of_all_says_of_each_what_the_order_says(policy, monkeypatch):
         return found
 
     monkeypatch.setattr(Prospects, "judged", compare)
-    simulate(policy, crowd(gap_s=0.07), ROOM)
+    simulate(policy, crowd(100, gap_s=0.07), ROOM)
     assert len(seen) > 1000
     assert max(seen) > 0
     assert sum(num_equal) > 100
