@@ -26,7 +26,8 @@ from msgspec import structs  # noqa: E402
 from gpu_runtime.kv.copy_engine import CopyEngine  # noqa: E402
 from gpu_runtime.kv.pool import KVPool  # noqa: E402
 from gpu_runtime.live import DTYPES, check_device, default_dtype, describe_machine  # noqa: E402
-from gpu_runtime.live_memory import check_weights, free_bytes  # noqa: E402
+from gpu_runtime.machine.live_memory import check_weights, free_bytes  # noqa: E402
+from gpu_runtime.machine.threads import use_fastest_threads  # noqa: E402
 from gpu_runtime.model.attention_batch import AttentionBatch  # noqa: E402
 from gpu_runtime.model.backend import check_backend  # noqa: E402
 from gpu_runtime.model.config import DecoderConfig  # noqa: E402
@@ -34,7 +35,6 @@ from gpu_runtime.model.decode_graph import DecodeGraph  # noqa: E402
 from gpu_runtime.model.decoder import Decoder  # noqa: E402
 from gpu_runtime.model.flashinfer_kernels import build_kernels  # noqa: E402
 from gpu_runtime.model.kernels import Kernels  # noqa: E402
-from gpu_runtime.threads import use_fastest_threads  # noqa: E402
 from sim.engine.changes import Direction  # noqa: E402
 from sim.errors import UserError  # noqa: E402
 from sim.specs.models import load_model  # noqa: E402

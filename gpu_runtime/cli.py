@@ -160,8 +160,8 @@ def _fitted(scenario: Scenario, policy: Policy, options: "LiveOptions", decoder:
     UserError for what a run would refuse.
     """
     from gpu_runtime.live import check_lengths  # noqa: PLC0415 - torch is slow to import
-    from gpu_runtime.live_memory import fit_to_machine  # noqa: PLC0415
-    from gpu_runtime.scheduling import scheduled  # noqa: PLC0415
+    from gpu_runtime.machine.live_memory import fit_to_machine  # noqa: PLC0415
+    from gpu_runtime.machine.scheduling import scheduled  # noqa: PLC0415
     from sim.run.prepare import prepare  # noqa: PLC0415
 
     scenario, policy = scheduled(scenario, policy, options.device)

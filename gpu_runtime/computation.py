@@ -7,14 +7,14 @@ import torch
 from torch import Tensor
 
 from gpu_runtime.device_memory import DeviceMemory
-from gpu_runtime.executed import Executed, Moved
+from gpu_runtime.device_stream import finish
 from gpu_runtime.kv.transfers import Transfers
-from gpu_runtime.layer_pass import LayerPass
-from gpu_runtime.model import backend
+from gpu_runtime.layers.layer_pass import LayerPass
+from gpu_runtime.layers.pass_members import BlockTables
+from gpu_runtime.measured.executed import Executed, Moved
 from gpu_runtime.model.decode_graph import Capture, DecodeGraph
-from gpu_runtime.pass_members import BlockTables
-from gpu_runtime.token_ids import TokenIds
-from gpu_runtime.tokens_in_flight import TokensInFlight
+from gpu_runtime.tokens.token_ids import TokenIds
+from gpu_runtime.tokens.tokens_in_flight import TokensInFlight
 from sim.engine.changes import Direction
 from sim.engine.plan import IterationPlan, PrefillChunk
 from sim.engine.sequence import Sequence
@@ -78,7 +78,7 @@ class Computation:
         parts += [((), (decode,)) for decode in decodes]
         for chunks, few in parts:
             # What was queued before may still read what the host writes next (`DecodeGraph`).
-            backend.finish(self._memory.device)
+            finish(self._memory.device)
             if self._memory.device.type == "cuda":
                 torch.cuda.empty_cache()
             try:

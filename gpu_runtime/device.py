@@ -14,18 +14,18 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
-from gpu_runtime.block_hashes import BlockHashes
 from gpu_runtime.computation import Computation
 from gpu_runtime.device_memory import DeviceMemory
-from gpu_runtime.executed import Executed
 from gpu_runtime.kv.replay.state_placement import StateRestore
 from gpu_runtime.kv.transfers import Transfers
+from gpu_runtime.layers.warm_up import run_copies, run_kernels, run_sampling
+from gpu_runtime.measured.executed import Executed
 from gpu_runtime.model.decode_graph import Capture
 from gpu_runtime.model.decoder import greedy
 from gpu_runtime.model.sampling import Sampling, choose
-from gpu_runtime.token_ids import TokenIds
-from gpu_runtime.tokens_in_flight import TokensInFlight
-from gpu_runtime.warm_up import run_copies, run_kernels, run_sampling
+from gpu_runtime.tokens.block_hashes import BlockHashes
+from gpu_runtime.tokens.token_ids import TokenIds
+from gpu_runtime.tokens.tokens_in_flight import TokensInFlight
 from sim.engine.changes import Append, Move
 from sim.engine.plan import IterationPlan, StepTimes
 from sim.engine.sequence import Sequence

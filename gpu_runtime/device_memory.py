@@ -12,11 +12,11 @@ from gpu_runtime.kv.replay.state_placement import StatePlacement
 from gpu_runtime.kv.replay.turn_placement import TurnPlacement
 from gpu_runtime.kv.replay.uncached_placement import UncachedPlacement
 from gpu_runtime.kv.replay.windowed_placement import WindowedPlacement
-from gpu_runtime.layer_inputs import LayerInputs
-from gpu_runtime.layer_pass import LayerPass
+from gpu_runtime.layers.layer_inputs import LayerInputs
+from gpu_runtime.layers.layer_pass import LayerPass
+from gpu_runtime.layers.saved_states import LiveStates, TurnStates
+from gpu_runtime.layers.uncached_tokens import UncachedTokens
 from gpu_runtime.model.decoder import Decoder
-from gpu_runtime.saved_states import LiveStates, TurnStates
-from gpu_runtime.uncached_tokens import UncachedTokens
 from sim.engine.layers import SEND_BUFFER_LAYERS
 from sim.engine.scheduler import Scheduler
 from sim.engine.sequence import Sequence

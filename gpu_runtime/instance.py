@@ -9,7 +9,7 @@ from collections.abc import Callable
 from math import inf
 from typing import NamedTuple, Protocol
 
-from gpu_runtime.token_times import TokenTimes
+from gpu_runtime.measured.token_times import TokenTimes
 from sim.clock.arrivals import TIE_S, end_time_s
 from sim.engine.changes import Move
 from sim.engine.engine import Engine

@@ -15,15 +15,15 @@ from gpu_runtime.device_memory import DeviceMemory
 from gpu_runtime.instance import LiveInstance, Observer
 from gpu_runtime.kv.copy_spans import CopySpans
 from gpu_runtime.kv.stored import stored_dtype
-from gpu_runtime.live_memory import check_weights, telling_shortage
-from gpu_runtime.live_timeline import WARNING, Profiler
+from gpu_runtime.machine.live_memory import check_weights, telling_shortage
+from gpu_runtime.machine.threads import use_fastest_threads
+from gpu_runtime.measured.live_timeline import WARNING, Profiler
 from gpu_runtime.model.backend import activate_flash, check_backend
 from gpu_runtime.model.capture_sizes import capture_sizes
 from gpu_runtime.model.config import DecoderConfig
 from gpu_runtime.model.decoder import Decoder
 from gpu_runtime.model.flashinfer_kernels import build_kernels
-from gpu_runtime.threads import use_fastest_threads
-from gpu_runtime.trace_prompts import TracePrompts
+from gpu_runtime.tokens.trace_prompts import TracePrompts
 from sim.cost.pricing import Lanes
 from sim.engine.plan import IterationPlan, StepTimes
 from sim.engine.scheduler import Scheduler

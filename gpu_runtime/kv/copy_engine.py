@@ -6,11 +6,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gpu_runtime.device_stream import to_device
 from gpu_runtime.kv import batched_copies
 from gpu_runtime.kv.copy_spans import CopySpans
 from gpu_runtime.kv.copy_worker import CopyFailed, CopyHandle, CopyWorker, InlineWorker
 from gpu_runtime.kv.pool import KVPool
-from gpu_runtime.to_device import to_device
 from sim.cost.model import BATCHED_COPIES
 from sim.engine.changes import Direction
 

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gpu_runtime.to_device import to_device
+from gpu_runtime.device_stream import to_device
 
 NOWHERE = -1
 """A slot that `write_kv` skips on CUDA: padding of a captured batch."""

@@ -70,24 +70,3 @@ def current_flash() -> str:
     """Which FlashAttention computes: FA2, torch's own, or what was activated."""
     current = getattr(torch.nn.attention, "current_flash_attention_impl", None)
     return (current() if current is not None else None) or "FA2"
-
-
-def mark(device: torch.device) -> torch.cuda.Event | None:
-    """The end of what is queued on the current stream; None on a CPU, where nothing ever is."""
-    if device.type != "cuda":
-        return None
-    event = torch.cuda.Event()
-    event.record(torch.cuda.current_stream(device))
-    return event
-
-
-def wait(marked: torch.cuda.Event | None) -> None:
-    """Wait until the device has come to a `mark`."""
-    if marked is not None:
-        marked.synchronize()
-
-
-def finish(device: torch.device) -> None:
-    """Wait until the device has done what is queued on the current stream; on a CPU nothing ever is."""
-    if device.type == "cuda":
-        torch.cuda.current_stream(device).synchronize()

@@ -9,12 +9,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gpu_runtime.device_stream import to_device
 from gpu_runtime.kv.pool import KVPool
 from gpu_runtime.model.attention_batch import NOWHERE, AttentionBatch
 from gpu_runtime.model.decoder import Decoder
 from gpu_runtime.model.kernels import PlanDecodes
-from gpu_runtime.to_device import to_device
-from gpu_runtime.tokens_in_flight import LateTokens
+from gpu_runtime.tokens.tokens_in_flight import LateTokens
 
 Capture = Callable[[Callable[[], object]], Callable[[], object]]
 """Makes of a computation on tensors that stay where they are one that repeats it with what is in them then."""

@@ -13,11 +13,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gpu_runtime.device_stream import to_device
 from gpu_runtime.kv.pool import KVPool
 from gpu_runtime.model import backend, flash_prompts, torch_attention
 from gpu_runtime.model.attention_batch import AttentionBatch
 from gpu_runtime.model.kernels import Kernels, PlanDecodes
-from gpu_runtime.to_device import to_device
 
 WORKSPACE_BYTES = 394 * 2**20
 """For partial results of split contexts, as vLLM has it (FLASHINFER_WORKSPACE_BUFFER_SIZE)."""

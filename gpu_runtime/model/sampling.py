@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gpu_runtime.device_stream import to_device
 from gpu_runtime.model.decoder import greedy
-from gpu_runtime.splitmix import BITS, GAMMA, mix
-from gpu_runtime.to_device import to_device
+from gpu_runtime.tokens.splitmix import BITS, GAMMA, mix
 
 GREEDY_BELOW, LEAST_TEMPERATURE = 1e-5, 1e-2
 """Below the one a temperature is 0, below the other it is that one, as in vLLM (`_SAMPLING_EPS`, `_MAX_TEMP`)."""

@@ -76,8 +76,8 @@ def run_serve(arguments: argparse.Namespace) -> int:
     check_installed(("torch", "psutil"), "gpu")
     check_installed(("aiohttp",), "serve")
     from gpu_runtime.live import LiveOptions, check_device  # noqa: PLC0415 - torch is slow to import
-    from gpu_runtime.live_memory import fit_to_machine  # noqa: PLC0415
-    from gpu_runtime.scheduling import scheduled  # noqa: PLC0415
+    from gpu_runtime.machine.live_memory import fit_to_machine  # noqa: PLC0415
+    from gpu_runtime.machine.scheduling import scheduled  # noqa: PLC0415
     from gpu_runtime.serve.run import bind, default_sampling, is_public, perform, stop_tokens, url_of  # noqa: PLC0415
     from gpu_runtime.serve.server import ServerOptions  # noqa: PLC0415
     from gpu_runtime.serve.text import load_codec  # noqa: PLC0415

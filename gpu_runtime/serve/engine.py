@@ -18,7 +18,7 @@ import torch
 from gpu_runtime.device import TorchDevice
 from gpu_runtime.instance import LiveInstance
 from gpu_runtime.live import recorder
-from gpu_runtime.live_memory import telling_shortage
+from gpu_runtime.machine.live_memory import telling_shortage
 from gpu_runtime.model.sampling import GREEDY, Sampling
 from gpu_runtime.serve.metrics import EngineState, Metrics
 from gpu_runtime.serve.ticket import End, Events, Ticket, Token

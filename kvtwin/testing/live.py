@@ -20,8 +20,8 @@ from gpu_runtime.kv.pool import KVPool
 from gpu_runtime.model.attention_batch import AttentionBatch
 from gpu_runtime.model.config import DecoderConfig
 from gpu_runtime.model.decoder import Decoder, greedy
-from gpu_runtime.token_ids import answer_to
-from gpu_runtime.trace_prompts import TracePrompts
+from gpu_runtime.tokens.token_ids import answer_to
+from gpu_runtime.tokens.trace_prompts import TracePrompts
 from kvtwin.testing.conformance import calling, limits_of
 from kvtwin.testing.engines import Machine, build_engine, limits, linear_machine, requests
 from sim.clock.arrivals import Arrivals

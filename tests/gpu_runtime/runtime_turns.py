@@ -6,7 +6,7 @@ import torch
 
 from gpu_runtime.device import TorchDevice
 from gpu_runtime.instance import LiveInstance
-from gpu_runtime.trace_prompts import TracePrompts
+from gpu_runtime.tokens.trace_prompts import TracePrompts
 from kvtwin.testing import live
 from kvtwin.testing.engines import build_engine, linear_machine
 from kvtwin.testing.live import SMALL, continuation

@@ -15,10 +15,11 @@ from runtime_small import SMALL, Runner  # noqa: E402
 from runtime_variants import FEW, STREAM  # noqa: E402
 from test_runtime_policies import WORKLOADS, check  # noqa: E402
 
-from gpu_runtime.model import backend, decode_graph  # noqa: E402
+from gpu_runtime.model import decode_graph  # noqa: E402
 from gpu_runtime.model.capture_sizes import capture_sizes  # noqa: E402
 from gpu_runtime.model.decode_graph import DecodeGraph, capture_graph  # noqa: E402
 from gpu_runtime.model.decoder import Decoder  # noqa: E402
+from gpu_runtime.tokens import tokens_in_flight  # noqa: E402
 from kvtwin.testing import limits, live, requests  # noqa: E402
 from kvtwin.testing.live import ROWS, CheckedDevice, small_decoder  # noqa: E402
 from sim.engine.sequence import Status  # noqa: E402
@@ -199,7 +200,7 @@ def test_a_driver_acts_around_each_layer_of_its_own():
 def test_an_iteration_without_tokens_waits_for_the_device(monkeypatch):
     """Else it would seem to end when the last of its kernels was launched, and so early that the next is charged."""
     waited = []
-    monkeypatch.setattr(backend, "mark", lambda device: SimpleNamespace(synchronize=lambda: waited.append(1)))
+    monkeypatch.setattr(tokens_in_flight, "mark", lambda device: SimpleNamespace(synchronize=lambda: waited.append(1)))
     policy = POLICIES["vllm-recompute"]()
     sizes = limits(60, block_size=4, max_model_len=64, seqs=6, chunked=True, tokens=8)
     served = live.serve(policy, requests((0.0, 30, 3)), sizes)

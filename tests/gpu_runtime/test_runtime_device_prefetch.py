@@ -16,9 +16,9 @@ from gpu_runtime.kv.copy_engine import CopyEngine  # noqa: E402
 from gpu_runtime.kv.pool import KVPool  # noqa: E402
 from gpu_runtime.kv.replay.held import Held  # noqa: E402
 from gpu_runtime.kv.replay.placement import Placement  # noqa: E402
-from gpu_runtime.layer_pass import LayerPass  # noqa: E402
+from gpu_runtime.layers.layer_pass import LayerPass  # noqa: E402
+from gpu_runtime.layers.pass_members import BlockTables  # noqa: E402
 from gpu_runtime.model.decoder import DecoderLayer  # noqa: E402
-from gpu_runtime.pass_members import BlockTables  # noqa: E402
 from kvtwin.testing import live, requests  # noqa: E402
 from kvtwin.testing.live import ROWS, SMALL, small_decoder, tight_limits  # noqa: E402
 from sim.engine.changes import Direction  # noqa: E402

@@ -15,8 +15,8 @@ from runtime_variants import policy_of
 
 import kvtwin
 from gpu_runtime import live
-from gpu_runtime.executed import Executed, Moved
 from gpu_runtime.kv.copy_worker import CopyFailed, CopyHandle, CopyWorker
+from gpu_runtime.measured.executed import Executed, Moved
 from gpu_runtime.twin import validate
 from kvtwin.testing.live import small_decoder
 from sim.engine.changes import Direction, Move, Restore, Tier

@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from runtime_small import SMALL, Runner
 
-from gpu_runtime.live_memory import fit_to_machine
+from gpu_runtime.machine.live_memory import fit_to_machine
 from gpu_runtime.model import backend, flashinfer_kernels
 from gpu_runtime.model.decode_graph import DecodeGraph
 from gpu_runtime.model.decoder import Decoder

@@ -20,7 +20,7 @@ from gpu_runtime.kv.copies import KVCopies
 from gpu_runtime.kv.copy_engine import CopyEngine
 from gpu_runtime.kv.replay.hosted_blocks import HostedBlocks
 from gpu_runtime.kv.replay.placement import Placement
-from gpu_runtime.layer_pass import LayerPass
+from gpu_runtime.layers.layer_pass import LayerPass
 from gpu_runtime.model.decoder import Decoder
 from kvtwin.testing import live, requests
 from kvtwin.testing.live import ALIKE, SMALL, alike, tight_limits

@@ -10,9 +10,9 @@ pytest.importorskip("triton", reason="triton is not installed")
 from runtime_small import SMALL  # noqa: E402
 
 from gpu_runtime.kv.pool import KVPool  # noqa: E402
+from gpu_runtime.layers.warm_up import batches  # noqa: E402
 from gpu_runtime.model import attention, backend, torch_attention, triton_attention  # noqa: E402
 from gpu_runtime.model.attention_batch import LONG_PROMPT, AttentionBatch  # noqa: E402
-from gpu_runtime.warm_up import batches  # noqa: E402
 from kvtwin.testing import limits  # noqa: E402
 
 

@@ -14,14 +14,14 @@ pytest.importorskip("psutil")
 from runtime_variants import policy_of
 
 import kvtwin
-from gpu_runtime import live_memory, threads
 from gpu_runtime.cli import name_gpu
 from gpu_runtime.kv.stored import stored_dtype
 from gpu_runtime.live import LiveOptions, check_device, load_decoder
-from gpu_runtime.live_memory import CGROUP, check_weights, fit_to_machine, free_bytes, held_bytes, working_bytes
+from gpu_runtime.machine import live_memory, threads
+from gpu_runtime.machine.live_memory import CGROUP, check_weights, fit_to_machine, free_bytes, held_bytes, working_bytes
+from gpu_runtime.machine.scheduling import scheduled
 from gpu_runtime.model.config import DecoderConfig
 from gpu_runtime.model.weights import RandomWeights
-from gpu_runtime.scheduling import scheduled
 from kvtwin.testing import build_engine, linear_machine
 from kvtwin.testing.live import SMALL, build_device, small_decoder, tight_limits
 from sim.errors import InvariantError, UserError

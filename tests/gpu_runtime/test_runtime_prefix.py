@@ -14,10 +14,10 @@ from runtime_small import SMALL, Runner
 from runtime_turns import converse
 from runtime_variants import TREES, policy_of
 
-from gpu_runtime.block_hashes import hash_blocks
 from gpu_runtime.kv.stored import FLOAT8
 from gpu_runtime.model.decoder import Decoder
-from gpu_runtime.trace_prompts import TracePrompts
+from gpu_runtime.tokens.block_hashes import hash_blocks
+from gpu_runtime.tokens.trace_prompts import TracePrompts
 from kvtwin.testing import live, requests, simulate
 from kvtwin.testing.live import ALIKE, alike, tight_limits
 from sim.engine.sequence import Sequence

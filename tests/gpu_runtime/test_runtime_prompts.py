@@ -5,7 +5,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from gpu_runtime.splitmix import counts, mix
+from gpu_runtime.tokens.splitmix import counts, mix
 
 
 def test_names_are_mixed_as_splitmix64_does():

@@ -16,7 +16,7 @@ import kvtwin  # noqa: E402
 from gpu_runtime.kv.copy_engine import CopyEngine, CopyFailed  # noqa: E402
 from gpu_runtime.kv.copy_spans import MOST_KEPT, CopySpans  # noqa: E402
 from gpu_runtime.kv.pool import KVPool  # noqa: E402
-from gpu_runtime.live_timeline import FIRST_PID, PROFILED_ITERATIONS, ZERO, on_our_clock  # noqa: E402
+from gpu_runtime.measured.live_timeline import FIRST_PID, PROFILED_ITERATIONS, ZERO, on_our_clock  # noqa: E402
 from sim.engine.changes import Direction  # noqa: E402
 from sim.results.timeline import LIVE_PIDS  # noqa: E402
 

@@ -16,8 +16,8 @@ from test_runtime_saved_states import SPLITS, STATE
 from gpu_runtime.device import TorchDevice
 from gpu_runtime.kv.block_ids import BlockIds
 from gpu_runtime.kv.replay.turn_placement import StateBlocks, TurnPlacement
+from gpu_runtime.layers.saved_states import TurnStates
 from gpu_runtime.model.decoder import Decoder, DecoderLayer
-from gpu_runtime.saved_states import TurnStates
 from kvtwin.testing import live, requests
 from kvtwin.testing.live import ALIKE, BLOCK_SIZE, SMALL, CheckedDevice, alike, tight_limits
 from sim.cost.restoring import LayerSplit, state_share

@@ -15,9 +15,9 @@ from runtime_variants import CONTIGUOUS, policy_of  # noqa: E402
 
 from gpu_runtime import device_memory  # noqa: E402
 from gpu_runtime.kv.block_ids import OutOfBlocks  # noqa: E402
-from gpu_runtime.live_memory import fit_to_machine  # noqa: E402
+from gpu_runtime.layers.uncached_tokens import RebuildingPass, UncachedTokens  # noqa: E402
+from gpu_runtime.machine.live_memory import fit_to_machine  # noqa: E402
 from gpu_runtime.model.decoder import DecoderLayer  # noqa: E402
-from gpu_runtime.uncached_tokens import RebuildingPass, UncachedTokens  # noqa: E402
 from kvtwin.testing import live, requests  # noqa: E402
 from kvtwin.testing.live import BLOCK_SIZE, GROWING, ROWS, CheckedDevice, small_decoder, tight_limits  # noqa: E402
 from sim.engine.changes import Rebuilt, Uncache  # noqa: E402

@@ -21,7 +21,7 @@ from small_results import small_result  # noqa: E402
 
 import kvtwin  # noqa: E402
 from gpu_runtime.live import LiveOptions  # noqa: E402
-from gpu_runtime.live_memory import fit_to_machine  # noqa: E402
+from gpu_runtime.machine.live_memory import fit_to_machine  # noqa: E402
 from gpu_runtime.twin import probe  # noqa: E402
 from gpu_runtime.twin.agreement import Validation, agreements, markdown, verdict  # noqa: E402
 from gpu_runtime.twin.iterations import IterationAgreement, KindAgreement  # noqa: E402

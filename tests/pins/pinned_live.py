@@ -17,11 +17,11 @@ sys.path.insert(0, str(ROOT / "tests/gpu_runtime"))
 from runtime_server import Service, serving
 from runtime_variants import CONTIGUOUS, STREAM, TIERED, TREES, policy_of
 
-from gpu_runtime import live_memory
 from gpu_runtime.device import TorchDevice
 from gpu_runtime.instance import LiveInstance
 from gpu_runtime.kv.pool import KVPool
-from gpu_runtime.live_memory import fit_to_machine
+from gpu_runtime.machine import live_memory
+from gpu_runtime.machine.live_memory import fit_to_machine
 from gpu_runtime.serve import reply, server
 from kvtwin.testing import linear_machine, requests
 from kvtwin.testing.engines import build_engine

@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from gpu_runtime.splitmix import BITS, counts, mix
+from gpu_runtime.tokens.splitmix import BITS, counts, mix
 from sim.engine.sequence import Sequence
 from traces.request import Request
 

@@ -10,7 +10,7 @@ from math import ceil
 import numpy as np
 from torch import Tensor
 
-from gpu_runtime.executed import Moved
+from gpu_runtime.device_stream import to_device
 from gpu_runtime.kv.block_ids import BlockIds
 from gpu_runtime.kv.copies import KVCopies
 from gpu_runtime.kv.copy_engine import CopyEngine, CopyFailed
@@ -19,12 +19,12 @@ from gpu_runtime.kv.pool import KVPool
 from gpu_runtime.kv.replay.state_placement import SavingPlacement, StateRestore
 from gpu_runtime.kv.replay.turn_placement import TurnPlacement
 from gpu_runtime.kv.token_rows import TokenRows, token_places
-from gpu_runtime.layer_pass import LayerPass
+from gpu_runtime.layers.layer_pass import LayerPass
+from gpu_runtime.layers.pass_members import BlockTables, Member
+from gpu_runtime.measured.executed import Moved
 from gpu_runtime.model.attention_batch import AttentionBatch
 from gpu_runtime.model.decode_graph import DecodeGraph
 from gpu_runtime.model.decoder import Decoder
-from gpu_runtime.pass_members import BlockTables, Member
-from gpu_runtime.to_device import to_device
 from sim.engine.changes import Restore
 from sim.errors import InvariantError
 from sim.systems.hcache.saved_states import SavedStates, TieredStates

@@ -3,7 +3,7 @@
 from collections.abc import Sequence as Seq
 from itertools import cycle, islice
 
-from gpu_runtime.block_hashes import BlockHashes
+from gpu_runtime.tokens.block_hashes import BlockHashes
 from sim.engine.sequence import Sequence
 from traces.request import Request
 

@@ -18,11 +18,11 @@ from gpu_runtime.kv.pool import KVPool
 from gpu_runtime.kv.replay.held import BlockCopy
 from gpu_runtime.kv.replay.placement import Placement
 from gpu_runtime.kv.token_rows import TokenRows, token_places
-from gpu_runtime.layer_pass import LayerPass
+from gpu_runtime.layers.layer_pass import LayerPass
+from gpu_runtime.layers.pass_members import BlockTables, Member
 from gpu_runtime.model.attention_batch import AttentionBatch
 from gpu_runtime.model.decode_graph import DecodeGraph
 from gpu_runtime.model.decoder import Decoder
-from gpu_runtime.pass_members import BlockTables, Member
 from sim.engine.changes import Projected
 from sim.engine.plan import IterationPlan
 from sim.engine.sequence import Sequence

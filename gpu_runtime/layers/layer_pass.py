@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 from torch import Tensor
 
+from gpu_runtime.device_stream import to_device
 from gpu_runtime.kv.block_ids import BlockIds
 from gpu_runtime.kv.copies import KVCopies
 from gpu_runtime.kv.copy_engine import CopyHandle
@@ -17,12 +18,11 @@ from gpu_runtime.kv.pool import KVPool
 from gpu_runtime.kv.replay.held import BlockCopy
 from gpu_runtime.kv.replay.placement import Placement
 from gpu_runtime.kv.token_rows import token_places
+from gpu_runtime.layers.pass_members import BlockTables, Member
 from gpu_runtime.model.attention_batch import AttentionBatch
 from gpu_runtime.model.decode_graph import DecodeGraph
 from gpu_runtime.model.decoder import Decoder
-from gpu_runtime.pass_members import BlockTables, Member
-from gpu_runtime.to_device import to_device
-from gpu_runtime.tokens_in_flight import LateTokens
+from gpu_runtime.tokens.tokens_in_flight import LateTokens
 from sim.engine.changes import Direction
 from sim.engine.layers import SEND_BUFFER_LAYERS
 from sim.engine.sequence import Sequence

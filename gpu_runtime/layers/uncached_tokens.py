@@ -9,18 +9,18 @@ from collections import abc
 
 from torch import Tensor
 
+from gpu_runtime.device_stream import to_device
 from gpu_runtime.kv.block_ids import BlockIds
 from gpu_runtime.kv.copies import KVCopies
 from gpu_runtime.kv.copy_engine import CopyHandle
 from gpu_runtime.kv.pool import KVPool
 from gpu_runtime.kv.replay.held import BlockCopy
 from gpu_runtime.kv.replay.uncached_placement import Uncached, UncachedPlacement
-from gpu_runtime.layer_pass import LayerPass
+from gpu_runtime.layers.layer_pass import LayerPass
+from gpu_runtime.layers.pass_members import BlockTables, Member
 from gpu_runtime.model.attention_batch import AttentionBatch
 from gpu_runtime.model.decode_graph import DecodeGraph
 from gpu_runtime.model.decoder import Decoder
-from gpu_runtime.pass_members import BlockTables, Member
-from gpu_runtime.to_device import to_device
 from sim.engine.changes import Direction, Rebuilt
 from sim.engine.plan import IterationPlan
 from sim.engine.sequence import Sequence

@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from gpu_runtime.model import backend
-from gpu_runtime.to_device import to_device
+from gpu_runtime.device_stream import mark, to_device, wait
 from sim.engine.sequence import Sequence as Seq
 
 
@@ -91,7 +90,7 @@ class TokensInFlight:
             if self._device.type == "cuda":
                 flight.read = torch.empty(chosen.shape, dtype=chosen.dtype, pin_memory=True)
                 flight.read.copy_(chosen, non_blocking=True)
-        flight.ended = backend.mark(self._device)
+        flight.ended = mark(self._device)
         self._flying.append(flight)
 
     def late(self) -> LateTokens | None:
@@ -102,7 +101,7 @@ class TokensInFlight:
     def land(self) -> Iterator[tuple[Seq, int, bool]]:
         """Wait for the oldest iteration; its tokens, and whether each was computed."""
         flight = self._flying.popleft()
-        backend.wait(flight.ended)
+        wait(flight.ended)
         if flight.read is not None:
             for seq, token in zip(flight.seqs, flight.read.numpy().tolist(), strict=True):
                 yield seq, token, True

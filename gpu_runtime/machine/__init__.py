@@ -1,0 +1,1 @@
+"""What this machine allows a live run: memory, threads, iterations scheduled ahead."""

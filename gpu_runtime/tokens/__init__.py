@@ -1,0 +1,1 @@
+"""Tokens: the ids that requests come with, those of their blocks, those that a device has yet to hand over."""
