@@ -1,9 +1,11 @@
-"""The traffics that a plan is tried on: a workload under several seeds, or a trace and resamples of it."""
+"""The traffics that `plan` and `tune` try: a workload under several seeds, or a trace and resamples of it."""
 
+import hashlib
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from msgspec import Struct
 
 from sim.errors import UserError
@@ -15,6 +17,7 @@ from traces.resample import resample
 from traces.writers import write_trace
 
 OF_TRAFFIC = ("trace", "trace_format", *READING, *SHAPING)
+USUAL_DRAWS = 5
 MOST_REQUESTS = 20_000
 """Of a draw."""
 LEAST_S = 300.0
@@ -91,7 +94,7 @@ def _resampled(own: dict[str, Any], scale: float, count: int, folder: Path) -> D
     rate_per_s = _rate(first)
     span_s = len(first) / rate_per_s
     number = min(max(len(first), round(LEAST_S * rate_per_s * scale)), MOST_REQUESTS)
-    block_s = max(span_s / BLOCKS, min(LEAST_BLOCK_S, span_s / 5))
+    block_s = _block_s(span_s)
     options: list[dict[str, Any]] = []
     for place in range(count):
         if place == 0 and number == len(first):
@@ -107,6 +110,65 @@ def _resampled(own: dict[str, Any], scale: float, count: int, folder: Path) -> D
     if number == len(first):
         told = f"the trace as it is, and {told}"
     return Draws(tuple(options), number, rate_per_s * scale, shared_prefix_share(first), told)
+
+
+class Like(Struct, frozen=True):
+    """The traffic of a study as it is, and others like it.
+
+    Attributes:
+        options: of each, the traffic as it is first.
+        alone: why there is one alone where more were wanted; else empty.
+    """
+
+    options: tuple[dict[str, Any], ...]
+    alone: str = ""
+
+
+def like_traffic(given: dict[str, Any], count: int | None, folder: Path) -> Like:
+    """As many traffics as asked for, as long as the one that options describe; resamples are written into `folder`.
+
+    None asks for `USUAL_DRAWS`, or one where the traffic has more than `MOST_REQUESTS`. Traffic that cannot be read is
+    left as it is: its run says why.
+    """
+    own = {name: value for name, value in given.items() if name in (*OF_TRAFFIC, *OF_WORKLOADS, "seed")}
+    wanted, seed = count or USUAL_DRAWS, own.get("seed", 0)
+    if wanted == 1:
+        return Like((own,), "repeats = 1")
+    most = MOST_REQUESTS if count is None else None
+    too_many = f"it has more than {MOST_REQUESTS:,} requests; repeats = {USUAL_DRAWS} draws more of it"
+    if own.get("trace") is None:
+        if most is not None and own.get("num_prompts", 0) > most:
+            return Like((own,), too_many)
+        return Like((own, *({**own, "seed": seed + place} for place in range(1, wanted))))
+    if own.get("closed_sessions"):
+        return Like((own,), "turns of sessions that wait for answers are not resampled")
+    scale, shaped = own.get("rate_scale", 1.0), {**own, "rate_scale": 1.0}
+    try:
+        requests = list(islice(traffic(build_scenario(shaped)), None if most is None else most + 1))
+    except (UserError, TraceError) as error:
+        return Like((own,), str(error))
+    if most is not None and len(requests) > most:
+        return Like((own,), too_many)
+    if len(requests) < 2 or not requests[-1].arrival_s > requests[0].arrival_s:
+        return Like((own,), "requests that arrive at one moment are not resampled")
+    block_s = _block_s(requests[-1].arrival_s - requests[0].arrival_s)
+    name = hashlib.sha256(msgspec.json.encode(own, order="sorted")).hexdigest()[:8]
+    kept = {"max_concurrency": own["max_concurrency"]} if "max_concurrency" in own else {}
+    found = [own]
+    for place in range(1, wanted):
+        path = folder / f"traffic-{name}-{place}.csv"
+        drawn = resample(requests, block_s, seed + place)
+        try:
+            write_trace(islice(drawn, len(requests)), path)
+        except TraceError as error:
+            raise UserError(str(error)) from error
+        found.append({"trace": str(path), "rate_scale": scale, "seed": seed + place, **kept})
+    return Like(tuple(found))
+
+
+def _block_s(span_s: float) -> float:
+    """Length of the blocks that traffic is resampled in, s."""
+    return max(span_s / BLOCKS, min(LEAST_BLOCK_S, span_s / 5))
 
 
 def _rate(requests: list[Request]) -> float:

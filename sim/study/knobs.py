@@ -40,7 +40,7 @@ def by_trials(
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     study = asked.study
     values = {name: study.values(name) for name in study.axes}
-    what = [study.fixed, values, study.repeats, asked.goal, [str(slo) for slo in asked.slos], asked.prices]
+    what = [study.fixed, values, asked.goal, [str(slo) for slo in asked.slos], asked.prices]
     name = hashlib.sha256(msgspec.json.encode(what, order="sorted")).hexdigest()[:16]
     try:
         storage: Any = asked.storage or JournalStorage(JournalFileBackend(str(folder / JOURNAL)))

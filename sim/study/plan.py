@@ -7,7 +7,7 @@ intervals over these.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from math import ceil, exp, log, sqrt
+from math import ceil
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -19,6 +19,7 @@ from sim.options.values import convert, flag
 from sim.specs.hardware import load_hardware
 from sim.study.deployments import Deployment, Layouts, Space
 from sim.study.draws import OF_TRAFFIC, OF_WORKLOADS, Draws, draws
+from sim.study.intervals import apart, of_another_draw
 from sim.study.limits import SPEED_ERRORS, Gain, bound_by, changes, faster, gains_of
 from sim.study.points import setup_of
 from sim.study.race import LONGER_S, STEP, Bar, Ground, Raced, Work, race
@@ -30,7 +31,6 @@ Objective = Literal["gpus", "goodput", "cost", "energy"]
 OBJECTIVES: tuple[Objective, ...] = get_args(Objective)
 LINK_GBPS = 400.0
 """Of an engine in a pool where none is given: one port of today's InfiniBand (NDR)."""
-CONFIDENCE = 0.95
 FINALISTS = 3
 WORTH_TRYING = 0.6
 """Share of the best load below which the best of another family is not tried in full."""
@@ -160,29 +160,14 @@ class Held(Struct, frozen=True):
 
     @property
     def interval(self) -> tuple[float, float]:
-        """Where the load of another like draw lies with 95 %: a prediction interval of the logarithm, by Student's t.
-
-        No narrower than what was seen, and than the precision of a search. Of one draw it is all there is: (0, inf).
-        """
-        count = len(self.loads)
-        if count < 2 or not self.least > 0:
-            return 0.0, float("inf")
-        from scipy.special import stdtrit  # noqa: PLC0415 - slow to import
-
-        logs = [log(load) for load in self.loads]
-        mean = sum(logs) / count
-        deviation = sqrt(sum((one - mean) ** 2 for one in logs) / (count - 1))
-        half = float(stdtrit(count - 1, 0.5 + CONFIDENCE / 2)) * deviation * sqrt(1 + 1 / count) + PRECISION / 2
-        # A search ends up to its precision below what is sustained.
-        return exp(mean - half), exp(mean + half + PRECISION)
+        """Where the load of another like draw lies with 95 %."""
+        return of_another_draw(self.loads, PRECISION)
 
     def ties(self, best: "Held") -> bool:
         """Whether it cannot be told from the best on the same draws: within two standard errors, or the precision."""
         if not (self.least > 0 and best.least > 0):
             return False
-        apart = [log(a / b) for a, b in zip(best.loads, self.loads, strict=True)]
-        count, mean = len(apart), sum(apart) / len(apart)
-        error = sqrt(sum((one - mean) ** 2 for one in apart) / (count - 1) / count) if count > 1 else 0.0
+        mean, error = apart(best.loads, self.loads)
         return mean <= max(PRECISION, 2 * error)
 
 

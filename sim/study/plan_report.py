@@ -12,7 +12,8 @@ from sim.options.scenario_file import write_asked
 from sim.run.files import simulate
 from sim.run.folders import clear, owning, renewing
 from sim.study.deployments import KV_DTYPE
-from sim.study.plan import CONFIDENCE, Held, Planned, Size
+from sim.study.intervals import CONFIDENCE
+from sim.study.plan import Held, Planned, Size
 from sim.study.points import setup_of
 from sim.study.serve_commands import manifest, run_command, serve_commands
 from sim.study.sweep import told_where

@@ -5,7 +5,6 @@ many of them at once, so that workers have something to do and equal runs are ma
 """
 
 from collections.abc import Callable, Generator, Mapping, Sequence
-from math import exp, log
 from typing import Any, TypeVar
 
 from msgspec import Struct
@@ -14,6 +13,7 @@ from msgspec.structs import replace
 from sim.errors import UserError
 from sim.options.values import convert
 from sim.results.schema import Result
+from sim.study.intervals import geometric_mean
 from sim.study.points import Outcome
 from sim.study.sweep import Means, Store, Told, perform_missing, place_of
 
@@ -137,7 +137,7 @@ def mean_of(reached: Sequence[Reached]) -> Reached:
     if not worst.most > 0:
         return worst
     unknown = next((one.unknown for one in reached if one.unknown), "")
-    return replace(worst, most=exp(sum(log(one.most) for one in reached) / len(reached)), unknown=unknown)
+    return replace(worst, most=geometric_mean([one.most for one in reached]), unknown=unknown)
 
 
 def most_load(
@@ -186,22 +186,23 @@ def most_load(
     return Reached(*good, *failing, unknown)
 
 
-def fewest_engines(options: Mapping[str, Any], slos: Sequence[Slo]) -> Search[Reached]:
+def fewest_engines(options: Mapping[str, Any], slos: Sequence[Slo], start: int = 1) -> Search[Reached]:
     """The fewest engines that sustain the load, by doubling and bisection; `most` is their number, 0 where none do.
 
-    It assumes that what some engines sustain, more of them sustain.
+    It assumes that what some engines sustain, more of them sustain. `start` is a guess, which is tried first, and then
+    one engine less.
     """
     usual = {"router": "least-loaded", **options}
     good: tuple[int, Ran | None] = (0, None)
     bad: tuple[int, Ran | None] = (0, None)
-    count = 1
+    count = start
     while count <= MOST_ENGINES:
         engines: dict[str, Any] = {**usual, "replicas": count}
         if count == 1:
             del engines["router"]
         ran = yield engines
-        if ran.outcome.error is not None and good[1] is None and count == 1:
-            return Reached(0.0, None, 1, ran)
+        if ran.outcome.error is not None and good[1] is None and count == start:
+            return Reached(0.0, None, count, ran)
         if meets(ran, slos):
             good = (count, ran)
         else:
@@ -210,6 +211,8 @@ def fewest_engines(options: Mapping[str, Any], slos: Sequence[Slo]) -> Search[Re
             count *= 2
         elif good[0] - bad[0] <= 1:
             break
+        elif count == start:
+            count -= 1
         else:
             count = (good[0] + bad[0]) // 2
     return Reached(*good, *bad)
@@ -250,19 +253,6 @@ def fewest_pools(options: Mapping[str, Any], slos: Sequence[Slo]) -> Search[Reac
         else:
             bad, prefill = (ran.num_gpus, ran), prefill + 1
     return Reached(*good, *bad)
-
-
-def worst_of(searches: Sequence[Search[Reached]], better: Callable[[float, float], bool]) -> Search[Reached]:
-    """The worst answer of one or several searches one after the other, as of a deployment under several seeds."""
-    first, *others = searches
-    worst = yield from first
-    for search in others:
-        if worst.ran is None:
-            break
-        reached = yield from search
-        if reached.ran is None or better(worst.most, reached.most):
-            worst = reached
-    return worst
 
 
 def answers(

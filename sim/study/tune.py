@@ -1,21 +1,26 @@
 """`tune`: the policy and the knobs that reach most under SLOs, what binds them, and what would buy more.
 
 Goals: `load`, the most traffic; `gpus`, the fewest GPUs for the traffic as it is; `cost`, the cheapest; `goodput`, the
-most requests within their SLOs at the traffic as it is.
+most requests within their SLOs at the traffic as it is. All candidates are searched on that traffic; those near the
+best on other draws of it too (`sim.study.draws`), so that answers are intervals.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from math import inf, sqrt
+from itertools import islice
+from math import inf, log, sqrt
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from sim.errors import UserError
 from sim.options.scenario import GOES_WITH, Scenario
 from sim.options.values import convert
 from sim.study.axes import MOST_RUNS, Study, Value, options_at, read_study
+from sim.study.draws import OF_TRAFFIC, OF_WORKLOADS, Like, like_traffic
+from sim.study.intervals import apart, geometric_mean, of_another_draw
 from sim.study.limits import SPEED_ERRORS, Gain, bound_by, changes, faster, gains_of
 from sim.study.points import policy_of, setup_of
 from sim.study.search import (
@@ -30,7 +35,6 @@ from sim.study.search import (
     fewest_engines,
     fewest_pools,
     most_load,
-    worst_of,
 )
 from sim.study.sweep import Means, Store, Told
 from sim.systems.builder import HAND_OVER
@@ -38,29 +42,65 @@ from sim.systems.builder import HAND_OVER
 Goal = Literal["load", "gpus", "cost", "goodput"]
 ENGINES = ("replicas", "prefill_replicas", "decode_replicas")
 GOALS: tuple[Goal, ...] = get_args(Goal)
+NEAR = 1.2
+"""Factor from the best on the traffic as it is within which a candidate is tried on every draw."""
+STEP, COARSE = 1.06, 1.25
+"""First steps of loads on another draw, and with something changed."""
 EXTRA = {"goal": str, "slo": tuple[str, ...], "trials": int, "storage": str}
 
 
 class Candidate(Struct, frozen=True):
-    """One policy with its knobs, and what it reached."""
+    """One policy with its knobs, and what it reached on each draw of the traffic, the traffic as it is first.
+
+    Attributes:
+        values: what is best most or least, by the goal and draw; None where no run met the SLOs.
+    """
 
     point: dict[str, Value]
-    reached: Reached
-    value: float | None
-    """What is best most or least, by the goal; None where no run met the SLOs."""
+    reached: tuple[Reached, ...]
+    values: tuple[float | None, ...]
+    goal: Goal
+
+    @property
+    def known(self) -> tuple[float, ...]:
+        """The values; none where the SLOs are never met on some draw."""
+        return tuple(value for value in self.values if value is not None) if None not in self.values else ()
+
+    @property
+    def value(self) -> float | None:
+        """Loads and goodput on the geometric mean, GPUs and their price on the draw that takes most."""
+        if not self.known:
+            return None
+        return geometric_mean(self.known) if self.goal in ("load", "goodput") else max(self.known)
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """Where the load or the goodput of another like draw lies with 95 %."""
+        return of_another_draw(self.known, PRECISION if self.goal == "load" else 0.0)
+
+    @property
+    def shown(self) -> int:
+        """The draw whose run shows it: of GPUs and their price the first that takes most, else the traffic as it is.
+
+        Where one draw has no value, that.
+        """
+        if None in self.values:
+            return self.values.index(None)
+        return 0 if self.goal in ("load", "goodput") else self.values.index(max(self.known))
 
     @property
     def ran(self) -> Ran | None:
-        """The run that shows it, of the worst seed."""
-        return self.reached.ran
+        """The run that shows it."""
+        return self.reached[self.shown].ran
 
     @property
     def refusal(self) -> str | None:
         """Why it could not run, or could not be told apart from any other; None where it ran and missed the SLOs."""
         if self.value is not None:
             return None
-        error = self.reached.failing.outcome.error if self.reached.failing is not None else None
-        return error or self.reached.unknown or None
+        reached = self.reached[self.shown]
+        error = reached.failing.outcome.error if reached.failing is not None else None
+        return error or reached.unknown or None
 
 
 class Tuned(Struct, frozen=True):
@@ -70,7 +110,8 @@ class Tuned(Struct, frozen=True):
         candidates: the best first; those that never met the SLOs last, in the file's order.
         gains: of the best, by what was changed.
         low, high: the best's value on a GPU that much slower and faster than its profile says.
-        slack: most load over the traffic as it is that the best sustains.
+        slack: most load over each draw that the best sustains; none where goodput is the goal.
+        alone: why the best was tried on one draw alone; empty where it was on more.
     """
 
     study: Study
@@ -81,7 +122,8 @@ class Tuned(Struct, frozen=True):
     low: float | None
     high: float | None
     speed_error: float
-    slack: float | None
+    slack: tuple[float, ...] = ()
+    alone: str = ""
 
     @property
     def best(self) -> Candidate | None:
@@ -89,21 +131,31 @@ class Tuned(Struct, frozen=True):
         return self.candidates[0] if self.candidates and self.candidates[0].value is not None else None
 
     @property
+    def slack_interval(self) -> tuple[float, float]:
+        """Where the load over another like draw lies with 95 % that the best sustains."""
+        return of_another_draw(self.slack, PRECISION)
+
+    @property
     def tied(self) -> list[Candidate]:
-        """Candidates that cannot be told from the best: within the search's precision, or two standard errors."""
+        """Candidates that cannot be told from the best, draw by draw: within two standard errors, or the noise."""
         best = self.best
-        others = [c for c in self.candidates if c is not best and c.value is not None]
-        return [c for c in others if best is not None and abs(c.value - best.value) <= self._noise(best)]  # type: ignore[operator]
+        others = [c for c in self.candidates if c is not best and c.value]
+        return [c for c in others if best is not None and best.value and self._tie(best, c)]
+
+    def _tie(self, best: Candidate, other: Candidate) -> bool:
+        mean, error = apart(best.known, other.known)
+        return abs(mean) <= max(self._noise(best), 2.0 * error)
 
     def _noise(self, best: Candidate) -> float:
-        """By how much a value may differ from the best's and be as good, in the goal's unit."""
+        """By what share a value may differ from the best's and be as good, whatever the draws say."""
         if self.goal == "load":
-            return PRECISION * (best.value or 0.0)
-        if self.goal != "goodput" or best.ran is None or best.ran.result is None:
-            return 1e-9 * (best.value or 0.0)
+            return PRECISION
+        if self.goal != "goodput" or best.ran is None or best.ran.result is None or len(best.values) > 1:
+            return 1e-9
         count, share = best.ran.result["num_prompts"], best.ran.result["goodput_attainment"] or 0.0
         # Each request is in time or not: a binomial count; at least one of them may have fallen otherwise.
-        return max(2.0 * sqrt(count * share * (1.0 - share)), 1.0) / max(best.ran.result["duration"], 1e-9)
+        noise = max(2.0 * sqrt(count * share * (1.0 - share)), 1.0) / max(best.ran.result["duration"], 1e-9)
+        return -log(max(1.0 - noise / (best.value or noise), 1e-9))
 
     @property
     def indifferent(self) -> list[str]:
@@ -126,6 +178,8 @@ class Asked(Struct, frozen=True):
     slos: tuple[Slo, ...]
     prices: dict[str, float] = {}
     """Of an hour by GPU, in any currency."""
+    draws: int | None = None
+    """Of the traffic, its own included; None: as many as are usual, one of long traffic."""
     trials: int | None = None
     """Candidates that Optuna draws of the axes' values; None: every combination."""
     storage: str | None = None
@@ -138,7 +192,9 @@ def read_tune(table: Mapping[str, Any], where: str) -> Asked:
     if price is not None:
         table = {**table, "tune": {key: value for key, value in own.items() if key != "price"}}
     study = read_study(table, "tune", where, EXTRA)
-    extra = study.extra
+    draws = study.repeats if isinstance(own, dict) and "repeats" in own else None
+    # Draws are told apart by their traffic, not by the study's own seeds.
+    study, extra = replace(study, repeats=1), study.extra
     goal = extra.get("goal", "load")
     if goal not in GOALS:
         raise UserError(f"{where}: tune.goal = {goal!r} is not one of {', '.join(GOALS)}")
@@ -150,7 +206,10 @@ def read_tune(table: Mapping[str, Any], where: str) -> Asked:
     slos = tuple(Slo.parse(word, f"{where}: tune.slo") for word in words or (DEFAULT_SLO,))
     check_slos(slos, f"{where}: tune.slo", counts_goodput="goodput" in study.fixed or "goodput" in study.axes)
     if (goal == "cost") != (price is not None):
-        raise UserError(f"{where}: goal = 'cost' and price = (of a GPU and hour) go together; give both or neither")
+        raise UserError(
+            f"{where}: goal = 'cost' and price go together; give both or neither, as price = 1.5 or "
+            "price = { l20 = 1.5 } of a GPU and hour: what your seller asks, in any currency, since none ships"
+        )
     if goal in ("gpus", "cost"):
         _check_engines(study)
     trials = extra.get("trials")
@@ -160,7 +219,7 @@ def read_tune(table: Mapping[str, Any], where: str) -> Asked:
         raise UserError(f"{where}: tune.trials = {trials} is more than {MOST_RUNS:,}; give fewer")
     if extra.get("storage") and trials is None:
         raise UserError(f"{where}: tune.storage is where trials are kept; give trials, or leave it out")
-    return Asked(study, goal, slos, _prices(price, study), trials, extra.get("storage"))
+    return Asked(study, goal, slos, _prices(price, study), draws, trials, extra.get("storage"))
 
 
 def _prices(given: object, study: Study) -> dict[str, float]:
@@ -194,24 +253,105 @@ def tune(asked: Asked, folder: Path, means: Means, begin: Callable[[int], Told] 
     Raises:
         UserError: every candidate is refused, a worker died, or the folder cannot be written.
     """
-    store = Store(folder)
-    study = asked.study
+    return _Tuner(asked, folder, means, begin).tune()
 
-    def reach(points: Sequence[dict[str, Value]]) -> list[Candidate]:
-        reached = answers([_search(asked, point, {}) for point in points], store, means, begin)
-        return [Candidate(p, h, _value(asked, h)) for p, h in zip(points, reached, strict=True)]
 
-    if asked.trials is None:
-        found = reach(study.points)
-    else:
-        from sim.study.knobs import by_trials  # noqa: PLC0415 - optuna is slow to import
+class _Tuner:
+    def __init__(self, asked: Asked, folder: Path, means: Means, begin: Callable[[int], Told] | None) -> None:
+        self.asked, self.folder, self.means, self.begin = asked, folder, means, begin
+        self.store = Store(folder)
+        self._traffics: dict[str, Like] = {}
 
-        found = by_trials(asked, folder, reach, means.jobs)
-    refused = {c.refusal for c in found}
-    if len(refused) == 1 and (reason := refused.pop()) is not None:
-        raise UserError(f"{study.where}: every candidate is refused: {reason}")
-    found = ranked(asked, found)
-    return _explained(asked, found, store, means, begin)
+    def tune(self) -> Tuned:
+        asked = self.asked
+        if asked.trials is None:
+            found = self._as_it_is(asked.study.points)
+        else:
+            from sim.study.knobs import by_trials  # noqa: PLC0415 - optuna is slow to import
+
+            found = by_trials(asked, self.folder, self._as_it_is, self.means.jobs)
+        refused = {c.refusal for c in found}
+        if len(refused) == 1 and (reason := refused.pop()) is not None:
+            raise UserError(f"{asked.study.where}: every candidate is refused: {reason}")
+        return self._explained(ranked(asked, self._on_every_draw(ranked(asked, found))))
+
+    def _answers(self, searches: Sequence[Search[Reached]]) -> list[Reached]:
+        return answers(searches, self.store, self.means, self.begin)
+
+    def _as_it_is(self, points: Sequence[dict[str, Value]]) -> list[Candidate]:
+        """Candidates by what they reach on the traffic as it is."""
+        reached = self._answers([self._search(_options(self.asked, point, {})) for point in points])
+        return [
+            Candidate(p, (h,), (_value(self.asked, h),), self.asked.goal) for p, h in zip(points, reached, strict=True)
+        ]
+
+    def _on_every_draw(self, found: Sequence[Candidate]) -> list[Candidate]:
+        """The candidates, those near the best with what they reach on the other draws."""
+        near = [c for c in found if c.value and found[0].value and abs(log(c.value / found[0].value)) <= log(NEAR)]
+        traffics = [self._like(c.point).options[1:] for c in near]
+        searches = [
+            self._search(_on(traffic, _options(self.asked, candidate.point, {})), candidate.reached[0])
+            for candidate, others in zip(near, traffics, strict=True)
+            for traffic in others
+        ]
+        reached = iter(self._answers(searches))
+        drawn = {}
+        for candidate, others in zip(near, traffics, strict=True):
+            own = (*candidate.reached, *islice(reached, len(others)))
+            values = tuple(_value(self.asked, one) for one in own)
+            drawn[id(candidate)] = replace(candidate, reached=own, values=values)
+        return [drawn.get(id(candidate), candidate) for candidate in found]
+
+    def _like(self, point: Mapping[str, Value]) -> Like:
+        options = _options(self.asked, point, {})
+        traffic = {name: options[name] for name in (*OF_TRAFFIC, *OF_WORKLOADS, "seed") if name in options}
+        if (key := repr(traffic)) not in self._traffics:
+            self._traffics[key] = like_traffic(traffic, self.asked.draws, self.folder)
+        return self._traffics[key]
+
+    def _search(self, options: dict[str, Any], near: Reached | None = None) -> Search[Reached]:
+        """The goal's search for a candidate, from what it reached on like traffic."""
+        if self.asked.goal in ("gpus", "cost"):
+            if _hands_over(options):
+                return fewest_pools(options, self.asked.slos)
+            return fewest_engines(options, self.asked.slos, int(near.most) if near is not None else 1)
+        return self._loaded(options, near.most if near is not None else 1.0, 2.0 if near is None else STEP)
+
+    def _loaded(self, options: dict[str, Any], start: float, step: float) -> Search[Reached]:
+        """How much load a deployment sustains, or its goodput where that is the goal."""
+        if self.asked.goal == "goodput":
+            return _goodput(options)
+        return most_load(options, self.asked.slos, start=start, step=step)
+
+    def _explained(self, found: list[Candidate]) -> Tuned:
+        """What binds the best, what more would buy, and how its answer hangs on the GPU's speed."""
+        asked, best = self.asked, found[0]
+        if best.value is None or best.ran is None:
+            return Tuned(asked.study, asked.goal, asked.slos, found, [], None, None, 0.0)
+        engines: dict[str, Any] = {}
+        if asked.goal in ("gpus", "cost"):
+            engines = {name: best.ran.options[name] for name in (*ENGINES, "router") if name in best.ran.options}
+        like = self._like(best.point)
+        bases = [_on(traffic, _options(asked, best.point, engines)) for traffic in like.options[: len(best.values)]]
+        held = best.reached
+        if asked.goal in ("gpus", "cost"):
+            held = tuple(self._answers([self._loaded(base, 1.0, COARSE) for base in bases]))
+        base, at_first = bases[best.shown], held[best.shown]
+        what_if = changes(base)
+        error = SPEED_ERRORS[setup_of(base).profile.status]
+        searches = [self._loaded({**base, **change.options}, at_first.most or 1.0, COARSE) for change in what_if]
+        searches += [
+            self._search(_on(like.options[best.shown], _options(asked, best.point, speed)), best.reached[best.shown])
+            for speed in (faster(base, 1.0 - error), faster(base, 1.0 + error))
+        ]
+        *changed, slow, fast = self._answers(searches)
+        share = best.value / (best.known[best.shown] or 1.0)
+        low, high = (None if end is None else end * share for end in (_value(asked, slow), _value(asked, fast)))
+        slack = () if asked.goal == "goodput" else tuple(one.most for one in held)
+        return Tuned(
+            asked.study, asked.goal, asked.slos, found, gains_of(what_if, at_first, changed), low, high, error, slack,
+            like.alone,
+        )  # fmt: skip
 
 
 def ranked(asked: Asked, candidates: Sequence[Candidate]) -> list[Candidate]:
@@ -222,31 +362,6 @@ def ranked(asked: Asked, candidates: Sequence[Candidate]) -> list[Candidate]:
     return [c for _, c in known] + [c for c in candidates if c.value is None]
 
 
-def _explained(
-    asked: Asked, found: list[Candidate], store: Store, means: Means, begin: Callable[[int], Told] | None
-) -> Tuned:
-    """What binds the best, what more would buy, and how its answer hangs on the GPU's speed."""
-    best = found[0]
-    if best.value is None or best.ran is None:
-        return Tuned(asked.study, asked.goal, asked.slos, found, [], None, None, 0.0, None)
-    engines: dict[str, Any] = {}
-    if asked.goal in ("gpus", "cost"):
-        engines = {name: best.ran.options[name] for name in (*ENGINES, "router") if name in best.ran.options}
-    base = _options(asked, best.point, 0, engines)
-    what_if = changes(base)
-    error = SPEED_ERRORS[setup_of(base).profile.status]
-    speeds = [faster(base, factor) for factor in (1.0 - error, 1.0 + error)]
-    searches = [_loaded(asked, best.point, {**engines, **more}) for more in ({}, *(c.options for c in what_if))]
-    searches += [_search(asked, best.point, more) for more in speeds]
-    reached = answers(searches, store, means, begin)
-    at_first, changed, (slow, fast) = reached[0], reached[1:-2], reached[-2:]
-    gains = gains_of(what_if, at_first, changed)
-    return Tuned(
-        asked.study, asked.goal, asked.slos, found, gains, _value(asked, slow), _value(asked, fast),
-        error, None if asked.goal == "goodput" else at_first.most,
-    )  # fmt: skip
-
-
 def _hands_over(options: Mapping[str, Any]) -> bool:
     try:
         return policy_of(options)[1].names["stage"] == HAND_OVER
@@ -255,29 +370,12 @@ def _hands_over(options: Mapping[str, Any]) -> bool:
         return False
 
 
-def _options(asked: Asked, point: Mapping[str, Value], repeat: int, more: Mapping[str, Any]) -> dict[str, Any]:
+def _options(asked: Asked, point: Mapping[str, Value], more: Mapping[str, Any]) -> dict[str, Any]:
     """The options of a run. Where engines are searched, those of pools are left to the policies that hand over."""
-    found = {**dict(options_at(asked.study, point, repeat)), **more}
+    found = {**dict(options_at(asked.study, point, 0)), **more}
     if asked.goal not in ("gpus", "cost") or _hands_over(found):
         return found
     return {name: value for name, value in found.items() if GOES_WITH.get(name) != "prefill_replicas"}
-
-
-def _search(asked: Asked, point: Mapping[str, Value], more: Mapping[str, Any]) -> Search[Reached]:
-    """The goal's search for a candidate, the worst of its seeds."""
-    if asked.goal in ("gpus", "cost"):
-        given = [_options(asked, point, r, more) for r in range(asked.study.repeats)]
-        fewest = fewest_pools if _hands_over(given[0]) else fewest_engines
-        return worst_of([fewest(options, asked.slos) for options in given], lambda a, b: a < b)
-    return _loaded(asked, point, more)
-
-
-def _loaded(asked: Asked, point: Mapping[str, Value], more: Mapping[str, Any]) -> Search[Reached]:
-    """How much load a deployment sustains, or its goodput where that is the goal."""
-    given = [_options(asked, point, r, more) for r in range(asked.study.repeats)]
-    if asked.goal == "goodput":
-        return worst_of([_goodput(options) for options in given], lambda a, b: a > b)
-    return worst_of([most_load(options, asked.slos) for options in given], lambda a, b: a > b)
 
 
 def _goodput(options: dict[str, Any]) -> Search[Reached]:
@@ -285,6 +383,12 @@ def _goodput(options: dict[str, Any]) -> Search[Reached]:
     if ran.result is None:
         return Reached(0.0, None, 1.0, ran)
     return Reached(ran.result["request_goodput"], ran, None, None)
+
+
+def _on(traffic: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
+    """A run's options on another traffic."""
+    own = {name: value for name, value in options.items() if name not in (*OF_TRAFFIC, *OF_WORKLOADS, "seed")}
+    return {**own, **traffic}
 
 
 def _value(asked: Asked, reached: Reached) -> float | None:

@@ -18,6 +18,7 @@ from matplotlib.ticker import MaxNLocator
 
 from sim.files import write_atomically
 from sim.results.figures.style import FAINT, dress, new_figure, plain_text, policy_colour, save_figure, set_title
+from sim.study.intervals import CONFIDENCE, geometric_mean
 from sim.study.limits import BINDS, MORE, Gain
 from sim.study.search import MOST_ENGINES, Ran
 from sim.study.sweep import engines_of_runs_differ, told_where
@@ -66,7 +67,9 @@ def candidates_table(tuned: Tuned) -> Frame:
         row |= {"value": candidate.value, "unit": UNITS[tuned.goal], "error": candidate.refusal}
         ran = candidate.ran
         if ran is not None and ran.result is not None:
-            row |= {"num_gpus": ran.num_gpus, "load": candidate.reached.most if tuned.goal == "load" else 1.0}
+            row |= {"num_gpus": ran.num_gpus, "load": _load(candidate) if tuned.goal == "load" else 1.0}
+            low, high = _ends(candidate)
+            row |= {"draws": len(candidate.values), "low": low, "high": high}
             row |= {name: ran.result[name] for name in (*FRONT[:2], "mean_ttft_ms", "mean_tpot_ms", "request_goodput")}
             row |= {slo.metric: ran.result[slo.metric] for slo in tuned.slos}
             row[FRONT[2]] = ran.result["output_throughput"] / ran.num_gpus
@@ -115,7 +118,8 @@ def lines(tuned: Tuned) -> Iterator[str]:
         yield f"  {name_of(tuned, other)}: {_reached(tuned, other)}"
     yield from _without_value(tuned)
     yield from gain_lines(tuned.gains, tuned.binds, "goodput" if tuned.goal == "goodput" else "load")
-    yield _confidence(tuned, best)
+    yield f"How sure: {_over_draws(tuned, best)}."
+    yield _by_speed(tuned, best)
 
 
 def _without_value(tuned: Tuned) -> Iterator[str]:
@@ -143,8 +147,20 @@ def _reached(tuned: Tuned, candidate: Candidate) -> str:
         return f"{value:.2f} an hour ({ran.num_gpus if ran else 0} GPUs)"
     if tuned.goal == "goodput":
         return f"{value:.3g} requests/s within the SLOs of the scenario"
-    least = "at least " if candidate.reached.unknown else ""
-    return f"{least}{value:.3g} requests/s, {candidate.reached.most:.3g} times the traffic"
+    least = "at least " if any(one.unknown for one in candidate.reached) else ""
+    return f"{least}{value:.3g} requests/s, {_load(candidate):.3g} times the traffic"
+
+
+def _load(candidate: Candidate) -> float:
+    """Times the traffic, on the mean of the draws."""
+    return geometric_mean([one.most for one in candidate.reached])
+
+
+def _ends(candidate: Candidate) -> tuple[float | None, float | None]:
+    """The ends of what like traffic gives: of loads and goodput with 95 %, of GPUs and prices what the draws took."""
+    if len(candidate.known) < 2:
+        return None, None
+    return candidate.interval if candidate.goal in ("load", "goodput") else (min(candidate.known), max(candidate.known))
 
 
 def _engines(ran: Ran | None) -> str:
@@ -168,10 +184,15 @@ def _figure(value: float) -> str:
 
 
 def _next_to(tuned: Tuned, best: Candidate) -> Iterator[str]:
-    reached = best.reached
+    reached = best.reached[best.shown]
     if tuned.goal == "goodput" or reached.ran is None:
         return
-    text = f"There {_measured(tuned.slos, reached.ran.result)}"
+    where = (
+        "There" if len(best.values) == 1 else "On the draw that takes most" if best.shown else "On the traffic as it is"
+    )
+    if tuned.goal == "load" and len(best.values) > 1:
+        where += f", at {reached.most:.3g} times it,"
+    text = f"{where} {_measured(tuned.slos, reached.ran.result)}"
     if reached.failing is not None and reached.least_failing:
         few = reached.least_failing
         where = f"{few:.3g} times the traffic" if tuned.goal == "load" else _engines(reached.failing)
@@ -202,17 +223,35 @@ def _gain_text(gain: Gain) -> str:
     return f"{gain.gain:+.0%}" if gain.gain < MUCH - 1.0 else f"more than {MUCH:g} times"
 
 
-def _confidence(tuned: Tuned, best: Candidate) -> str:
-    ran = best.ran
-    profile = (ran.result or {})["profile"] if ran is not None else {}
-    seeds = tuned.study.repeats
-    sure = f"all of {seeds} seeds sustain it" if seeds > 1 else "one seed was tried"
+def _by_speed(tuned: Tuned, best: Candidate) -> str:
+    """How the answer hangs on the GPU's profile."""
+    profile = (best.ran.result or {})["profile"] if best.ran is not None else {}
     ends = [f"{end:.3g}" if end is not None else "none meets them" for end in (tuned.low, tuned.high)]
     percent = f"{tuned.speed_error * 100:.0f} %"
     return (
-        f"How sure: {sure}; on a GPU {percent} slower than {profile['name']} ({profile['status']}) says {ends[0]}, "
-        f"{percent} faster {ends[1]} ({UNITS[tuned.goal]})."
+        f"On a GPU {percent} slower than {profile['name']} ({profile['status']}) says {ends[0]}, {percent} faster "
+        f"{ends[1]} ({UNITS[tuned.goal]})."
     )
+
+
+def _over_draws(tuned: Tuned, best: Candidate) -> str:
+    """What like traffic would say, in words."""
+    count = len(best.values)
+    if count == 1:
+        return (
+            f"one draw of the traffic was tried ({tuned.alone or 'more were not to be had'}), so no interval is known"
+        )
+    of_draws = f"of like traffic with {100 * CONFIDENCE:.0f} %, by {count} draws"
+    if tuned.goal == "goodput":
+        low, high = best.interval
+        return f"{low:.3g} to {high:.3g} requests/s {of_draws}"
+    low, high = tuned.slack_interval
+    load = f"{low:.3g} to {high:.3g} times the traffic {of_draws}"
+    if tuned.goal == "load":
+        return load
+    fewest, most = (f"{end:.3g}" for end in (min(best.known), max(best.known)))
+    took = f"each takes {most}" if fewest == most else f"they take {fewest} to {most}"
+    return f"{took} ({UNITS[tuned.goal]}), which sustain {geometric_mean(tuned.slack):.3g} times the traffic; {load}"
 
 
 def write(folder: Path, tuned: Tuned) -> None:
@@ -225,7 +264,10 @@ def write(folder: Path, tuned: Tuned) -> None:
         "value": tuned.best.value if tuned.best else None,
         "unit": UNITS[tuned.goal],
         "range": [tuned.low, tuned.high],
-        "load_held": tuned.slack,
+        "draws": len(tuned.best.values) if tuned.best else 1,
+        "interval": list(_ends(tuned.best)) if tuned.best else None,
+        "load_held": geometric_mean(tuned.slack) if tuned.slack else None,
+        "load_interval": list(tuned.slack_interval) if len(tuned.slack) > 1 else None,
         "binds": tuned.binds,
         "limits_raised_by": MORE,
         "gains": {gain.change.name: gain.gain for gain in tuned.gains},
