@@ -20,7 +20,7 @@ def test_kernels_compile_and_fit_a_multiprocessor(capability):
         [sys.executable, script, str(capability)], env=env, capture_output=True, text=True, check=False
     )
     assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-2000:]
-    assert run.stdout.count(f"compiles sm_{capability}") == 2
+    assert run.stdout.startswith(f"compiles sm_{capability}")
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 192, 256])

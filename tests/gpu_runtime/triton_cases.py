@@ -58,37 +58,26 @@ def close(ours, expected, dtype):
     torch.testing.assert_close(ours.cpu(), expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("shape", "block_tokens"), LAYOUTS)
-def test_attention_of_decodes_and_chunks(shape, block_tokens, dtype):
+@pytest.mark.parametrize(
+    ("shape", "block_tokens", "dtype", "stored"),
+    [
+        *((*layout, dtype, None) for layout in LAYOUTS for dtype in DTYPES),
+        *(("gqa", 16, dtype, stored) for dtype in DTYPES for stored in FLOAT8),
+    ],
+)
+def test_attention_of_decodes_and_chunks(shape, block_tokens, dtype, stored):
     num_new, context = [1, 20, 1, 3, 30, 1], [150, 17, 0, 70, 0, 33]
-    config, pool, batch = make(shape, block_tokens, dtype, num_new, context)
+    config, pool, batch = make(shape, block_tokens, stored or dtype, num_new, context)
     query = torch.randn(sum(num_new), config.num_heads, config.head_dim).to(dtype)
     cache, tables = pool.key_value(1), batch.block_tables[0]
     expected = torch_attention.paged_attention(query, cache, tables, batch, None)
     there = on_device(batch)
     arguments = (query.to(DEVICE), cache.to(DEVICE), tables.to(DEVICE), there)
+    chunks = torch.zeros_like(arguments[0])
+    triton_attention.attend_chunks(*arguments, there.chunk_seqs, chunks)
     for splits in (1, 3):
-        out = torch.zeros_like(arguments[0])
+        out = chunks.clone()
         triton_attention.attend_decodes(*arguments, out, splits)
-        triton_attention.attend_chunks(*arguments, there.chunk_seqs, out)
-        close(out, expected, dtype)
-
-
-@pytest.mark.parametrize("stored", FLOAT8)
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_attention_over_fp8(dtype, stored):
-    num_new, context = [1, 20, 1, 3], [150, 17, 0, 70]
-    config, pool, batch = make("gqa", 16, stored, num_new, context)
-    query = torch.randn(sum(num_new), config.num_heads, config.head_dim).to(dtype)
-    cache, tables = pool.key_value(1), batch.block_tables[0]
-    expected = torch_attention.paged_attention(query, cache, tables, batch, None)
-    there = on_device(batch)
-    arguments = (query.to(DEVICE), cache.to(DEVICE), tables.to(DEVICE), there)
-    for splits in (1, 3):
-        out = torch.zeros_like(arguments[0])
-        triton_attention.attend_decodes(*arguments, out, splits)
-        triton_attention.attend_chunks(*arguments, there.chunk_seqs, out)
         close(out, expected, dtype)
 
 

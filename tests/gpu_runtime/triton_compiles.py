@@ -39,10 +39,10 @@ LAYOUTS = [
 ]  # fmt: skip
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 HARD = {
-    80: [("head-of-256", 32, torch.float32, None), ("head-of-128", 16, torch.float16, torch.float8_e5m2)],
+    80: [("head-of-128", 16, torch.float16, torch.float8_e5m2)],
     89: [("head-of-256", 32, torch.float32, None), ("head-of-256", 32, torch.bfloat16, None)],
-    90: [("head-of-256", 32, torch.float32, None), ("head-of-128", 16, torch.bfloat16, torch.float8_e4m3fn)],
-    100: [("head-of-256", 32, torch.float32, None), ("head-of-128", 16, torch.bfloat16, torch.float8_e4m3fn)],
+    90: [("head-of-128", 16, torch.bfloat16, torch.float8_e4m3fn)],
+    100: [("head-of-128", 16, torch.bfloat16, torch.float8_e4m3fn)],
 }
 """Layout, block's tokens, computed type and stored type (None: the same), by compute capability."""
 FP8_E4M3_FROM = 89
