@@ -10,7 +10,6 @@ from sim.errors import UserError
 from sim.options.policies import parse_policy
 from sim.parts.catalogue import CATALOGUE
 from sim.systems.base import Asked
-from sim.systems.builder import HAND_OVER
 
 CONTEXT_TOKENS = 512
 """Of the model that engines are built for; it has plain layers, as most do."""
@@ -50,7 +49,7 @@ def refusal(system: str, kind: str, part: str) -> str:
             # A cache is what many parts are there for.
             enable_prefix_caching=policy.can_cache_prefixes,
         )
-        roles: tuple[Role, ...] = ("prefill", "decode") if policy.names["stage"] == HAND_OVER else ("both",)
+        roles: tuple[Role, ...] = ("prefill", "decode") if policy.hands_over else ("both",)
         for role in roles:
             policy.scheduler(limit, GapCollector(), replace(linear_machine(), role=role).deployment)
     except UserError as error:

@@ -19,6 +19,7 @@ from sim.engine.engine import Engine
 from sim.engine.sequence import Sequence
 from sim.parts.stage.hand_over_options import MixedPoolOptions
 from sim.parts.stage.mixed import Mixed
+from sim.parts.stage.nixl_options import NixlOptions
 from sim.run.prepare import Setup
 from sim.run.runs import EngineParts
 from sim.systems.base import Policy
@@ -35,6 +36,7 @@ from sim.topology.autoscalers import (
     HpaOptions,
     parse_autoscale,
 )
+from sim.topology.conditional import Conditional
 from sim.topology.mixed_pool import MixedPools
 from sim.topology.pipelines import to_pipelines
 from sim.topology.ranks import ToRanks
@@ -74,6 +76,11 @@ def build_cluster(engines: list[EngineParts], env: simpy.Environment, arrivals: 
         router, decode_router = routers_of(setup.policy)
         if scenario.router:
             router = make_router(scenario.router, scenario.seed, scenario.router_weights)
+    local = options_among(setup.policy.mixed_options, NixlOptions).local_prefill_tokens
+    if local:
+        caching = setup.decode.limits.enable_prefix_caching
+        router = Conditional(local, len(front), router, decode_router, caching=caching)
+        front = range(len(members))
     hand_overs = _hand_overs(engines, members, decoders, to_pipelines(decode_router, setup.decode.pp))
     return Cluster(env, members, arrivals, to_pipelines(router, setup.pp), front, hand_overs)
 

@@ -75,7 +75,7 @@ class HandOvers:
         if not stage.hands_over or not stage.prefilled:
             return
         for seq in stage.prefilled:
-            goes_on = continued(seq)
+            goes_on = stage.continued(seq)
             chosen = self._chosen(seq)
             self._left[goes_on] = seq, place, self.members[chosen].num_decisions
             self.prefilled_by[goes_on] = place

@@ -160,6 +160,31 @@ class PrefixMemory(PagedMemory):
         if holding is not None:
             self.index.publish(holding, num_tokens // self.block_size)
 
+    # -- from other engines --------------------------------------------------------------------------------------------
+
+    def look_up_received(self, seq: Sequence) -> None:
+        self._may_grow |= self._published_match(seq).growing
+
+    def fits_received(self, seq: Sequence, keep_free: int) -> bool:
+        return self.fits(seq, keep_free)
+
+    def receive(self, seq: Sequence) -> int:
+        # What is cached here is not sent.
+        match, blocks = self._published_match(seq), -(-(seq.num_tokens - 1) // self.block_size)
+        seq.num_blocks = blocks
+        self._hold(seq, blocks)
+        self.scheduler.counters.policy["unsent_blocks"] += match.num_blocks
+        return blocks - match.num_blocks
+
+    def _hold(self, seq: Sequence, num_blocks: int) -> None:
+        """`seq` has so many blocks, those that it hits among them."""
+        match = self._published_match(seq)
+        if (holding := self._holdings.get(seq)) is not None:
+            self.index.take(holding, match)
+            self.gpu.allocate(match.num_idle)
+        self.gpu.allocate(num_blocks - match.num_blocks)
+        self.scheduler.changes.append(make_place((seq, ALL_LAYERS, num_blocks, 0)))
+
     # -- decodes -----------------------------------------------------------------------------------------------------
 
     def decodes_taken(self) -> None:

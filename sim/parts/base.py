@@ -292,6 +292,10 @@ class Stage(Part, ABC):
         """Another engine has prefilled `seq` and holds its KV."""
         raise NotImplementedError
 
+    def continued(self, seq: Sequence) -> Sequence:
+        """`seq`, prefilled here, as the engine knows it that goes on with it: no blocks yet."""
+        raise NotImplementedError
+
     def migrated(self, move: Move) -> None:
         """A copy to or from another engine has ended."""
         raise NotImplementedError

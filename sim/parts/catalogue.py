@@ -80,6 +80,7 @@ PLACES: dict[str, dict[str, str]] = {
         "stream": "sim.systems.layerkv.stream:Stream",
         "partial-recompute": "sim.systems.kvpr.partial_recompute:PartialRecompute",
         "hand-over": "sim.parts.stage.hand_over:HandOver",
+        "nixl": "sim.parts.stage.nixl:Nixl",
         "speculative": "sim.parts.stage.speculative:Speculative",
         "tool-calls": "sim.parts.stage.tool_calls:ToolCalls",
         "min-waste": "sim.systems.infercept.min_waste:MinWaste",

@@ -23,7 +23,7 @@ from sim.specs.kv_format import KVGroups, hybrid_groups, kv_dtype, like_groups
 from sim.specs.memory import LEAST_FLASHINFER_CAPABILITY, kv_cache_blocks, state_block_size
 from sim.specs.models import ModelSpec, load_model
 from sim.systems.base import Asked, EngineLimits, Policy
-from sim.systems.builder import HAND_OVER, STORED, options_among
+from sim.systems.builder import STORED, options_among
 from sim.topology import DEFAULT_ROUTER, parse_weights
 
 GIB = 1 << 30
@@ -73,22 +73,22 @@ class Setup:
 
 def prepare(scenario: Scenario, label: str, policy: Policy) -> Setup:
     """Resolve names, size the pools as vLLM does and check the limits against each other."""
-    stage = policy.names["stage"]
     is_pooled = scenario.prefill_replicas is not None
     pools = [scenario.of_pool(role) for role in ("prefill", "decode")] if is_pooled else [scenario]
     if policy.async_scheduling_asked is None:
         policy = policy.with_async_scheduling(all(map(_hides_host, pools)))
     if not is_pooled:
-        if stage == HAND_OVER:
+        if policy.hands_over:
             raise UserError(
                 f"--policy {policy.name}: hands sequences over from engines that prefill to others; give "
                 "--prefill-replicas, --decode-replicas and --link-gbps"
             )
         return _routed(_prepare(scenario, scenario, label, policy, "both"))
-    if stage != HAND_OVER:
+    if not policy.hands_over:
         raise UserError(
-            f"--prefill-replicas {scenario.prefill_replicas}: {label} decodes where it prefills (stage={stage}) and "
-            "cannot hand over; take distserve, or a policy that takes stage=hand-over"
+            f"--prefill-replicas {scenario.prefill_replicas}: {label} decodes where it prefills "
+            f"(stage={policy.names['stage']}) and cannot hand over; take distserve, or a policy that takes "
+            "stage=hand-over"
         )
     prefill = _prepare(scenario, pools[0], label, policy, "prefill")
     decode = _prepare(scenario, pools[1], label, policy, "decode")

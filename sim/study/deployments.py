@@ -14,7 +14,6 @@ from msgspec import Struct
 from sim.errors import UserError
 from sim.study.limits import fp8_of
 from sim.study.points import policy_of, setup_of
-from sim.systems.builder import HAND_OVER
 
 Layouts = Literal["both", "engines", "pools"]
 LAYOUTS: tuple[Layouts, ...] = get_args(Layouts)
@@ -114,7 +113,7 @@ class Space:
     def _layouts(self, policy: str, num_gpus: int) -> Iterator[tuple[Options, Options, str]]:
         """Base options, those of the layout, and the layout in words."""
         base = self._base(policy)
-        hands_over = policy_of(base)[1].names["stage"] == HAND_OVER
+        hands_over = policy_of(base)[1].hands_over
         named = "" if len(self.policies) == 1 else f"{policy}: "
         if self.layouts != "pools" and not hands_over:
             for tp, stages in product(self._tensor_parallel(), STAGES):
@@ -149,13 +148,17 @@ class Space:
         found = {**base, "link_gbps": self.fixed.get("link_gbps", self.link_gbps)}
         if hands_over:
             return found
-        text = f"{policy}{',' if ':' in policy else ':'}stage={HAND_OVER}"
-        try:
-            policy_of({**found, "policy": text})
-        except UserError as error:
-            self._refuse(str(error), f"pools of {policy}")
-            return None
-        return {**found, "policy": text}
+        # vLLM v1's way where the policy can go it.
+        for stage in ("nixl", "hand-over"):
+            text = f"{policy}{',' if ':' in policy else ':'}stage={stage}"
+            try:
+                policy_of({**found, "policy": text})
+            except UserError as error:
+                refused = str(error)
+            else:
+                return {**found, "policy": text}
+        self._refuse(refused, f"pools of {policy}")
+        return None
 
     def _can(self, policy: str, tp: int, stages: int) -> bool:
         """Whether there are engines of such groups and stages: heads divide, weights fit, the policy has stages."""
@@ -164,7 +167,7 @@ class Space:
             base = self._base(policy)
             try:
                 pools = {}
-                if policy_of(base)[1].names["stage"] == HAND_OVER:
+                if policy_of(base)[1].hands_over:
                     pools = {"prefill_replicas": 1, "decode_replicas": 1, "link_gbps": self.link_gbps}
                 setup_of(ANY | base | pools | {"tp": tp} | ({"pipeline_parallel_size": stages} if stages > 1 else {}))
                 known[tp, stages] = True

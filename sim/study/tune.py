@@ -37,7 +37,6 @@ from sim.study.search import (
     most_load,
 )
 from sim.study.sweep import Means, Store, Told
-from sim.systems.builder import HAND_OVER
 
 Goal = Literal["load", "gpus", "cost", "goodput"]
 ENGINES = ("replicas", "prefill_replicas", "decode_replicas")
@@ -364,7 +363,7 @@ def ranked(asked: Asked, candidates: Sequence[Candidate]) -> list[Candidate]:
 
 def _hands_over(options: Mapping[str, Any]) -> bool:
     try:
-        return policy_of(options)[1].names["stage"] == HAND_OVER
+        return policy_of(options)[1].hands_over
     except UserError:
         # As the run will say.
         return False

@@ -96,6 +96,11 @@ class Policy(ABC):
         return MEMORIES[names["memory"]].can_cache_prefixes and not EVICTIONS[names["eviction"]].moves_whole
 
     @property
+    def hands_over(self) -> bool:
+        """Whether engines that prefill hand sequences over to others."""
+        return STAGES[self.names["stage"]].hands_over
+
+    @property
     def is_unified(self) -> bool:
         """Whether its batching is vLLM v1's: what follows of async scheduling, host time and prefixes is v1's, too."""
         return BATCHINGS[self.names["batching"]].is_unified

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from sim.parts.batching.base import Batching
     from sim.systems.base import Policy
 
-HAND_OVER = "hand-over"
 """The stage of policies that serve with a pool of engines for prefills and one for decodes."""
 MEMPOOL = "mempool"
 """The memory of engines that cache prefixes and send one another what they lack."""

@@ -24,7 +24,6 @@ from sim.engine.sequence import Sequence, Status
 from sim.results.metrics import Goodput
 from sim.specs.models import load_model
 from sim.systems import POLICIES
-from sim.systems.builder import HAND_OVER
 from traces.request import Request
 
 SLO = Goodput(ttft_s=1.0, tpot_s=0.1)
@@ -322,7 +321,7 @@ def test_nor_of_prompts_that_share_a_window(rows, ttft_s):
 
 # -- against every preset --------------------------------------------------------------------------------------------
 
-ALONE = [name for name, kind in POLICIES.items() if HAND_OVER not in kind.composition.values()]
+ALONE = [name for name, kind in POLICIES.items() if "hand-over" not in kind.composition.values()]
 
 
 BOTH = {"ttft and tpot": Goodput(ttft_s=0.3, tpot_s=0.03), "e2el": Goodput(e2el_s=1.0)}

@@ -16,7 +16,6 @@ from sim.engine.sequence import Status
 from sim.errors import UserError
 from sim.options.policies import parse_policy
 from sim.systems import POLICIES as PRESET_NAMES
-from sim.systems.builder import HAND_OVER
 from sim.systems.vllm055 import VllmRecompute
 from sim.systems.vllm_v1 import VllmV1
 from sim.topology import ROUTERS, make_router
@@ -298,7 +297,7 @@ def test_round_robin_over_four_is_four_runs_of_a_quarter(policy):
             assert outcome.by_id()[key].first_token_s == pytest.approx(seq.first_token_s, abs=1e-9)
 
 
-PRESETS = [name for name in PRESET_NAMES if parse_policy(name, {})[1].names["stage"] != HAND_OVER]
+PRESETS = [name for name in PRESET_NAMES if parse_policy(name, {})[1].names["stage"] != "hand-over"]
 """Those that need no pools; `test_clock_pools`, `_mooncake` and `_memserve` have the others."""
 
 

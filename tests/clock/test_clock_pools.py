@@ -35,6 +35,7 @@ POLICIES = [
 POLICIES += ["sarathi:stage=hand-over,eviction=swap"]
 POLICIES += ["vllm-v1:stage=hand-over", "vllm-v1:stage=hand-over,async-scheduling=true"]
 POLICIES += [f"vllm-v1:stage=hand-over,async-scheduling=true,{more}=true" for more in ("blocking-pull", "layer-wise")]
+POLICIES += ["vllm-v1:stage=nixl", "vllm-v1:stage=nixl,async-scheduling=true"]
 
 
 def assert_whole(outcome: ClusterOutcome, arrivals) -> None:
@@ -75,6 +76,28 @@ def test_a_request_is_prefilled_copied_and_decoded(jump):
     assert [interval[:2] for interval in link.intervals or ()] == [pytest.approx((0.1, 0.4))]
     assert outcome.members[1].lanes.links["link in"].busy_s == pytest.approx(0.3)
     assert outcome.members[0].engine.scheduler.counters.policy == {"handed_over": 1, "handed_over_blocks": 3}
+
+
+@pytest.mark.parametrize("jump", [True, False])
+def test_the_engine_that_decodes_has_the_first_token_under_nixl(jump):
+    # Prefilled by 0.1, and 3 blocks of 16 copied by 0.4; the prompt's last token, computed again, samples the first of
+    # five at 0.5. TTFT has the copy in it, and nothing of the token that was dropped is left.
+    nixl = parse_policy("vllm-v1:stage=nixl", {})[1]
+    machine = linear_machine(**FLAT)
+    outcome = simulate_pools(nixl, requests((0.0, 40, 5)), limits(), bytes_per_s=10.0, machine=machine, jump=jump)
+    (seq,) = outcome.by_id().values()
+    assert (seq.first_token_s, seq.finish_s, seq.num_generated) == pytest.approx((0.5, 0.9, 5))
+
+
+def test_what_the_engine_that_decodes_has_cached_is_not_sent():
+    # The second prompt is the first one again: of its 4 blocks the engine that decodes has 3, its last token aside.
+    rows = [r._replace(hash_ids=(1, 2, 3, 4), hash_block_tokens=16) for r in requests((0.0, 64, 3), (5.0, 64, 3))]
+    cached = replace(limits(), enable_prefix_caching=True)
+    nixl = parse_policy("vllm-v1:stage=nixl", {})[1]
+    outcome = simulate_pools(nixl, rows, cached, bytes_per_s=10.0, machine=linear_machine(**FLAT))
+    sent, again = outcome.members[0].lanes.links["link out"].intervals or ()
+    assert (sent.end_s - sent.start_s, again.end_s - again.start_s) == pytest.approx((0.4, 0.1))
+    assert_whole(outcome, rows)
 
 
 def test_a_landing_copy_ends_a_jump_of_the_decode_engine():

@@ -36,6 +36,7 @@ POOLS = (
     "mooncake:rejection=predicted,predicted-decode-s=0.4,ttft-slo-ms=100,tbt-slo-ms=24",
     V1, f"{V1},async-scheduling=true", f"{V1},async-scheduling=true,blocking-pull=true",
     f"{V1},async-scheduling=true,layer-wise=true", f"{V1},memory=stored,async-scheduling=true",
+    "vllm-v1:stage=nixl,async-scheduling=true", "vllm-v1:stage=nixl,local-prefill-tokens=40",
 )  # fmt: skip
 """Engines that prefill and engines that decode."""
 REPLICAS = (

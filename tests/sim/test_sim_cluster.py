@@ -57,6 +57,17 @@ def test_tables_series_timelines_and_results_say_which_engine(tmp_path):
     assert (tmp_path / "figures" / "engines.png").exists()
 
 
+def test_short_prompts_are_prefilled_where_they_decode(tmp_path):
+    pools = ["--prefill-replicas", "1", "--decode-replicas", "2", "--link-gbps", "100"]
+    assert run(tmp_path, *pools, policy="vllm-v1:stage=nixl,local-prefill-tokens=100") == 0
+    long = sum(int(row["prompt_tokens"]) > 100 for row in rows(tmp_path / "requests.csv"))
+    found = result_module.read_result(tmp_path / "result.json")
+    assert found.engines is not result_module.UNSET
+    assert 0 < long < 60
+    assert [use.num_prompts for use in found.engines] == [long, *[use.num_prompts for use in found.engines[1:]]]
+    assert sum(use.num_prompts for use in found.engines) == 60 + long
+
+
 def test_one_replica_leaves_the_files_of_one_engine(tmp_path):
     assert run(tmp_path / "one", "--timeline") == 0
     assert run(tmp_path / "same", "--replicas", "1", "--timeline") == 0

@@ -12,10 +12,9 @@ from sim.options.scenario import Scenario
 from sim.results.timeline import ITERATIONS, merge_timelines, read_timeline, step_name, timeline_events, why
 from sim.run.runs import Recording
 from sim.systems import POLICIES
-from sim.systems.builder import HAND_OVER
 
 KEPT = Recording(timeline=True)
-POOLS = {name for name, kind in POLICIES.items() if kind.composition["stage"] == HAND_OVER}
+POOLS = {name for name, kind in POLICIES.items() if kind.composition["stage"] == "hand-over"}
 BASE = {"workload": "sharegpt", "num_prompts": 40, "num_gpu_blocks_override": 120, "num_cpu_blocks_override": 600}
 BASE |= {"max_model_len": 1024, "seed": 1, "request_rate": 20.0}
 

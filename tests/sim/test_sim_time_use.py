@@ -17,10 +17,9 @@ from sim.run.runs import Recording
 from sim.run.simulate import build_run, execute
 from sim.run.traffic import traffic
 from sim.systems import POLICIES
-from sim.systems.builder import HAND_OVER
 
 SERIES = Recording(series=True)
-POOLS = {name for name, kind in POLICIES.items() if kind.composition["stage"] == HAND_OVER}
+POOLS = {name for name, kind in POLICIES.items() if kind.composition["stage"] == "hand-over"}
 ALONE = [name for name in POLICIES if name not in POOLS]
 
 

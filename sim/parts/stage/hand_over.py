@@ -59,6 +59,10 @@ class HandOver(Stage):
         self.prefilled.append(seq)
         self.scheduler.park(seq)
 
+    def continued(self, seq: Sequence) -> Sequence:
+        """`seq` as the engine knows it that goes on with it."""
+        return continued(seq)
+
     def migrated(self, move: Move) -> None:
         seq, policy = move.seq, self.scheduler.counters.policy
         if move.target is Tier.GPU:

@@ -63,8 +63,7 @@ class Pull(Stage):
         self.offered.append(seq)
 
     def prepare(self, now_s: float) -> None:
-        while self.landed and self.scheduler.num_seated < self.max_num_seqs:
-            self.scheduler.join_known(self.landed.popleft())
+        self._seat()
         memory, keep_free = self.memory, self.scheduler.admission.keep_free
         while self.offered and not self._waits_for():
             seq = self.offered[0]
@@ -75,6 +74,11 @@ class Pull(Stage):
                 if not memory.fits_received(seq, keep_free):
                     break
             self._pull(self.offered.popleft())
+
+    def _seat(self) -> None:
+        """Those whose KV is here go on, as there are seats."""
+        while self.landed and self.scheduler.num_seated < self.max_num_seqs:
+            self.scheduler.join_known(self.landed.popleft())
 
     def _few_wait(self) -> bool:
         """Whether those that were pulled and do not decode yet leave room for more."""

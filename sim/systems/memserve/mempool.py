@@ -8,7 +8,7 @@ ends, so that the next turn hits the answer where it is prefilled. Blocks stay t
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, ClassVar
 
-from sim.engine.changes import Move, Tier, make_place
+from sim.engine.changes import Move, Tier
 from sim.engine.limits import Limits
 from sim.engine.sequence import Sequence
 from sim.kv.memory import ALL_LAYERS, ReturnsKV
@@ -46,27 +46,9 @@ class MemPool(PrefixMemory, ReturnsKV):
     def holders(self) -> Iterable[tuple[Sequence, Tier]]:
         return ((seq, Tier.GPU) for seq in self._returning)
 
-    def look_up_received(self, seq: Sequence) -> None:
-        self._may_grow |= self._published_match(seq).growing
-
-    def fits_received(self, seq: Sequence, keep_free: int) -> bool:
-        return self.fits(seq, keep_free)
-
     def receive(self, seq: Sequence) -> int:
-        match, blocks = self._published_match(seq), -(-(seq.num_tokens - 1) // self.block_size)
-        seq.num_blocks = blocks
-        self._hold(seq, blocks)
         self._received.add(seq)
-        self.scheduler.counters.policy["unsent_blocks"] += match.num_blocks
-        return blocks - match.num_blocks
-
-    def _hold(self, seq: Sequence, num_blocks: int) -> None:
-        match = self._published_match(seq)
-        if (holding := self._holdings.get(seq)) is not None:
-            self.index.take(holding, match)
-            self.gpu.allocate(match.num_idle)
-        self.gpu.allocate(num_blocks - match.num_blocks)
-        self.scheduler.changes.append(make_place((seq, ALL_LAYERS, num_blocks, 0)))
+        return super().receive(seq)
 
     # -- what was generated --------------------------------------------------------------------------------------------
 
