@@ -316,7 +316,7 @@ class _Planner:
             for one in finalists
             for number in range(self.asked.seeds)
         ]
-        reached = answers(searches, self.store, self.means, self.work.of([self._traffic(0)]))
+        reached = answers(searches, self.store, self.means, self.work.of([self._traffic(0)]), self.asked.slos)
         rows = [reached[at : at + self.asked.seeds] for at in range(0, len(reached), self.asked.seeds)]
         held = [Held(one.deployment, tuple(row)) for one, row in zip(finalists, rows, strict=True)]
         held.sort(key=lambda one: -one.mean)
@@ -404,7 +404,7 @@ class _Planner:
             for one in more
             for head in heads
         ]
-        reached = answers(searches, self.store, self.means, self.work.of(heads))
+        reached = answers(searches, self.store, self.means, self.work.of(heads), self.asked.slos)
         at_first, *changed, slow, fast = (
             mean_of(reached[at : at + len(heads)]) for at in range(0, len(reached), len(heads))
         )

@@ -3,17 +3,20 @@
 import gc
 import hashlib
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
 from functools import cache
+from itertools import islice
+from math import floor
 from pathlib import Path
 from time import monotonic
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
 from msgspec import Struct
 
+from sim.clock.instance import Observer
 from sim.engine.plan import IterationPlan, StepTimes
 from sim.errors import InvariantError, UserError
 from sim.options.policies import PREEMPTION_MODES, parse_policy, with_preemption_mode
@@ -48,6 +51,23 @@ class Task(Struct, frozen=True):
     trace: str | None
     """Hash of the trace, by which workers have it; None: generated traffic, or a trace that they read themselves."""
     max_seconds: float | None = None
+    until: "tuple[Most, ...]" = ()
+    """Bounds with one of which missed for sure the run may end: nothing else is asked of it."""
+
+
+class Most(Struct, frozen=True):
+    """A bound on a percentile of some time of each request, as `RequestLog` keeps it."""
+
+    times: Literal["ttft_s", "tpot_s", "e2el_s"]
+    percent: float
+    bound_s: float
+
+    def misses(self, count: int) -> int:
+        """Of so many requests at most, how many beyond the bound put the percentile beyond it.
+
+        Percentiles lie between two requests (numpy's `linear`): the lower of these has to be beyond the bound.
+        """
+        return count - floor((count - 1) * self.percent / 100.0)
 
 
 class Outcome(Struct, frozen=True):
@@ -58,10 +78,20 @@ class Outcome(Struct, frozen=True):
     error: str | None = None
     max_seconds: float | None = None
     """The limit that it ran into, where it did."""
+    missed_s: float | None = None
+    """When the run was ended since it was sure to miss a bound, s of simulated time."""
 
 
 class OutOfTimeError(Exception):
     """A run took longer than it may."""
+
+
+class _MissedError(Exception):
+    """A run is sure to miss a bound, as was known at a moment of it."""
+
+    def __init__(self, at_s: float) -> None:
+        super().__init__()
+        self.at_s = at_s
 
 
 def policy_of(options: Mapping[str, Any]) -> tuple[str, Policy]:
@@ -142,9 +172,13 @@ def perform(task: Task, trace: SharedTrace | None) -> Outcome:
         run = build_run(setup, requests_of(setup, trace))
         if task.max_seconds is not None:
             _give_up_after(run, task.max_seconds)
+        if task.until and setup.scenario.num_prompts is not None:
+            _end_once_missed(run, task.until, setup.scenario.num_prompts)
         execute(run)
     except (UserError, TraceError) as error:
         return Outcome(task.key, error=str(error))
+    except _MissedError as missed:
+        return Outcome(task.key, missed_s=missed.at_s)
     except OutOfTimeError:
         text = f"took more than --max-seconds {task.max_seconds:g}; allow more, or make the point smaller"
         return Outcome(task.key, error=text, max_seconds=task.max_seconds)
@@ -168,8 +202,40 @@ def _give_up_after(run: Run, seconds: float) -> None:
         if monotonic() > end_s:
             raise OutOfTimeError
 
+    _watch(run, look)
+
+
+def _end_once_missed(run: Run, bounds: Sequence[Most], count: int) -> None:
+    """Have the run of so many requests end as soon as those that have ended miss one of the bounds for sure."""
+    log = run.log
+    left = [bound.misses(count) for bound in bounds]
+    seen = [0] * len(left)
+
+    def look(plan: IterationPlan, start_s: float, times: StepTimes) -> None:
+        for place, bound in enumerate(bounds):
+            found = getattr(log, bound.times)
+            if len(found) == seen[place]:
+                continue
+            left[place] -= sum(time_s > bound.bound_s for time_s in islice(found, seen[place], None))
+            seen[place] = len(found)
+            if left[place] <= 0:
+                raise _MissedError(start_s)
+
+    _watch(run, look)
+
+
+def _watch(run: Run, look: Observer) -> None:
+    """Have all engines tell their plans to one more."""
     for instance in run.instances:
-        instance.observer = look
+        instance.observer = look if instance.observer is None else _both(instance.observer, look)
+
+
+def _both(first: Observer, second: Observer) -> Observer:
+    def look(plan: IterationPlan, start_s: float, times: StepTimes) -> None:
+        first(plan, start_s, times)
+        second(plan, start_s, times)
+
+    return look
 
 
 def arrival_span_s(run: Run) -> float | None:

@@ -175,7 +175,7 @@ class _Climb:
         load = self.start * STEP**level
         asked = [{**self.family[place].options, **_at(self.ground.head(SHORT_S, load), load)} for place in places]
         found = []
-        ended = runs(asked, self.ground.store, self.ground.means, self.ground.work.of(asked))
+        ended = runs(asked, self.ground.store, self.ground.means, self.ground.work.of(asked), self.ground.slos)
         for place, ran in zip(places, ended, strict=True):
             if ran.outcome.error is not None:
                 self._gone.add(place)
@@ -191,7 +191,9 @@ class _Climb:
 
 def _what(ran: Ran) -> tuple[Any, ...]:
     """What tells runs apart."""
-    result = ran.result or {}
+    result = ran.result
+    if result is None:
+        return (ran.outcome.missed_s,)
     return tuple(result[name] for name in ("mean_ttft_ms", "mean_tpot_ms", "p99_ttft_ms", "p99_tpot_ms", "duration"))
 
 
@@ -207,7 +209,7 @@ def _second(raced: Sequence[Raced], ground: Ground) -> list[Raced]:
             most_load({**one.deployment.options, **head}, ground.slos, SECOND_PRECISION, start=one.load, step=STEP)
             for one, head in zip(raced, traffics, strict=True)
         ],
-        ground.store, ground.means, ground.work.of(traffics),
+        ground.store, ground.means, ground.work.of(traffics), ground.slos,
     )  # fmt: skip
     found = [
         Raced(one.deployment, r.most, r.unknown) for one, r in zip(raced, reached, strict=True) if r.ran is not None

@@ -4,9 +4,12 @@ A search is a generator: it yields the options of a run, hears how it ended, and
 many of them at once, so that workers have something to do and equal runs are made once.
 """
 
+import hashlib
+import re
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, TypeVar
 
+import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
@@ -14,7 +17,7 @@ from sim.errors import UserError
 from sim.options.values import convert
 from sim.results.schema import Result
 from sim.study.intervals import geometric_mean
-from sim.study.points import Outcome
+from sim.study.points import Most, Outcome
 from sim.study.sweep import Means, Store, Told, perform_missing, place_of
 
 Answer = TypeVar("Answer")
@@ -72,6 +75,15 @@ class Slo(Struct, frozen=True):
         if value is None:
             return False
         return value >= self.bound if self.at_least else value <= self.bound
+
+    @property
+    def most(self) -> Most | None:
+        """The bound as it can be told during a run; None of a mean, a share or a gap between tokens."""
+        found = re.fullmatch(r"p([0-9]+)_(ttft|tpot|e2el)_ms|(median)_(ttft|tpot|e2el)_ms", self.metric)
+        if found is None:
+            return None
+        percent, times = (float(found[1]), found[2]) if found[1] else (50.0, found[4])
+        return Most(f"{times}_s", percent, self.bound / 1e3)  # type: ignore[arg-type]
 
     @property
     def at_least(self) -> bool:
@@ -256,15 +268,19 @@ def fewest_pools(options: Mapping[str, Any], slos: Sequence[Slo]) -> Search[Reac
 
 
 def answers(
-    searches: Sequence[Search[Answer]], store: Store, means: Means, begin: Callable[[int], Told] | None = None
+    searches: Sequence[Search[Answer]],
+    store: Store,
+    means: Means,
+    begin: Callable[[int], Told] | None = None,
+    until: Sequence[Slo] = (),
 ) -> list[Answer]:
-    """Drive the searches to their ends, a round of runs at a time; their answers in order."""
+    """Drive the searches to their ends, a round of runs at a time; their answers in order. `until` as of `runs`."""
     found: dict[int, Answer] = {}
     asked: dict[int, dict[str, Any]] = {}
     for place, search in enumerate(searches):
         _step(found, asked, place, search, None)
     while asked:
-        ended = dict(zip(asked, runs(list(asked.values()), store, means, begin), strict=True))
+        ended = dict(zip(asked, runs(list(asked.values()), store, means, begin, until), strict=True))
         asked.clear()
         for place, ran in ended.items():
             _step(found, asked, place, searches[place], ran)
@@ -272,11 +288,25 @@ def answers(
 
 
 def runs(
-    asked: Sequence[dict[str, Any]], store: Store, means: Means, begin: Callable[[int], Told] | None = None
+    asked: Sequence[dict[str, Any]],
+    store: Store,
+    means: Means,
+    begin: Callable[[int], Told] | None = None,
+    until: Sequence[Slo] = (),
 ) -> list[Ran]:
-    """Perform runs by their options, those that are not kept yet; how each ended, in order."""
+    """Perform runs by their options, those that are not kept yet; how each ended, in order.
+
+    `until`: SLOs with one of which missed for sure a run is ended, without a result.
+    """
     planned = [place_of(options, {}) for options in asked]
-    perform_missing(planned, store, means, begin)
+    bounds = tuple(most for slo in until if (most := slo.most) is not None)
+    if bounds:
+        # Kept apart from whole runs.
+        mark = hashlib.sha256(msgspec.json.encode(bounds)).hexdigest()[:8]
+        planned = [
+            p if p.outcome.error else replace(p, outcome=Outcome(f"{p.outcome.key}-until-{mark}")) for p in planned
+        ]
+    perform_missing(planned, store, means, begin, bounds)
     outcomes = (p.outcome if p.outcome.error else store.get(p.outcome.key) or p.outcome for p in planned)
     return [Ran(p.options, p.num_gpus, outcome) for p, outcome in zip(planned, outcomes, strict=True)]
 

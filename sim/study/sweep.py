@@ -16,7 +16,7 @@ from sim.results.comparison_sentences import engines_differ
 from sim.run.prepare import Setup
 from sim.study.axes import Study, Value, options_at
 from sim.study.backends import Backend, outcomes
-from sim.study.points import Outcome, Task, code_hash, file_hash, key_of, setup_of
+from sim.study.points import Most, Outcome, Task, code_hash, file_hash, key_of, setup_of
 from sim.study.shared_trace import SharedTrace
 from sim.version import VERSION
 from traces.errors import TraceError
@@ -127,9 +127,13 @@ def run_study(study: Study, folder: Path, means: Means, begin: Callable[[int], T
 
 
 def perform_missing(
-    planned: Sequence[Place], store: Store, means: Means, begin: Callable[[int], Told] | None = None
+    planned: Sequence[Place],
+    store: Store,
+    means: Means,
+    begin: Callable[[int], Told] | None = None,
+    until: tuple[Most, ...] = (),
 ) -> None:
-    """Perform the runs that are not kept yet, each key once."""
+    """Perform the runs that are not kept yet, each key once; `until` as of `Task`."""
     missing: dict[str, Task] = {}
     traces = store.traces
     for place in planned:
@@ -137,7 +141,7 @@ def perform_missing(
         if place.outcome.error is not None or key in missing or not _wanted(store.get(key), means):
             continue
         name = None if trace is None else _read(traces, place.options)
-        missing[key] = Task(key, place.options, name, means.max_seconds)
+        missing[key] = Task(key, place.options, name, means.max_seconds, until)
     if not missing:
         return
     told = begin(len(missing)) if begin else None

@@ -148,7 +148,8 @@ def _reached(tuned: Tuned, candidate: Candidate) -> str:
     if tuned.goal == "goodput":
         return f"{value:.3g} requests/s within the SLOs of the scenario"
     least = "at least " if any(one.unknown for one in candidate.reached) else ""
-    return f"{least}{value:.3g} requests/s, {_load(candidate):.3g} times the traffic"
+    alone = " (as it is)" if len(candidate.values) < len(tuned.candidates[0].values) else ""
+    return f"{least}{value:.3g} requests/s, {_load(candidate):.3g} times the traffic{alone}"
 
 
 def _load(candidate: Candidate) -> float:

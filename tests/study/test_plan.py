@@ -32,7 +32,7 @@ def planted(monkeypatch, capacity):
     def place_of(options, point):
         return Place({}, 0, options, Outcome(f"{abs(hash(json.dumps(options, sort_keys=True)))}"), 1)
 
-    def perform(planned, store, means, begin):
+    def perform(planned, store, *_):
         for place in planned:
             if store.get(place.outcome.key) is not None:
                 continue

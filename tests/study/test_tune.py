@@ -408,10 +408,10 @@ def test_what_could_not_run_is_told_apart_from_what_missed_the_slos(tmp_path):
     assert re.search(r"1 could not be tried \(vllm-v1, tp 3\): .*heads", text)
 
 
-def planted(monkeypatch, sustains, counts_gpus=False):
+def planted(monkeypatch, sustains, *, counts_gpus=False):
     """Runs sustain what a function of their options says of the load, engines of the GPUs; else the TTFT is 3 s."""
 
-    def perform(planned, store, means, begin=None):
+    def perform(planned, store, *_):
         for place in planned:
             factor = place.options.get("rate_scale", 1.0)
             engines = place.options.get("replicas") or 1
