@@ -14,7 +14,7 @@ from sim.study.sweep import Means, Store
 @pytest.mark.parametrize("engines", [{}, {"replicas": 2, "router": "least-loaded"}])
 def test_a_run_ended_early_would_have_missed_its_bound_and_one_that_is_not_is_the_same(metric, engines, tmp_path):
     """At bounds on both sides of what the whole run has; a run cut short is none that another command finds."""
-    traffic = {"workload": "fixed", "num_prompts": 120, "request_rate": 20.0, "input_len": 300, "range_ratio": 0.5}
+    traffic = {"workload": "uniform", "num_prompts": 120, "request_rate": 20.0, "input_len": 300, "range_ratio": 0.5}
     options = {**traffic, "output_len": 60, "gpu": "l20", **engines}
     store, means = Store(tmp_path), Means(jobs=1)
     (whole,) = runs([options], store, means)
