@@ -131,13 +131,7 @@ class PaperCost(RooflineCost):
         return prefill + self.decode_run(num_decodes, plan.decode_context_tokens)[0]
 
     def decode_run(
-        self,
-        num_decodes: int,
-        context_tokens: int,
-        window: WindowTokens | None = None,
-        longest_tokens: int = 0,
-        *,
-        launched: bool = True,
+        self, num_decodes: int, context_tokens: int, window: WindowTokens | None = None, longest_tokens: int = 0
     ) -> tuple[float, float]:
         slope = self.eq3_decode_s_per_context_token
         return self.eq3_decode_s * num_decodes + slope * context_tokens, slope * num_decodes

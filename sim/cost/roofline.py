@@ -425,14 +425,31 @@ class RooflineCost(CostModel):
             self._note_beyond("context_tokens", context_tokens)
 
     def decode_run(
-        self,
-        num_decodes: int,
-        context_tokens: int,
-        window: WindowTokens | None = None,
-        longest_tokens: int = 0,
-        *,
-        launched: bool = True,
+        self, num_decodes: int, context_tokens: int, window: WindowTokens | None = None, longest_tokens: int = 0
     ) -> tuple[float, float]:
+        first_s, slope_s = self._device_run(num_decodes, context_tokens, window, longest_tokens)
+        if context_tokens > self.most_context_tokens or num_decodes > self.most_batch:
+            self._note_decodes(num_decodes, context_tokens)
+        if num_decodes > self.captured_decodes and first_s < self.launches_s:
+            return self.launches_s, 0.0
+        return first_s, slope_s
+
+    def straight_steps(
+        self, num_decodes: int, context_tokens: int, window: WindowTokens | None = None, longest_tokens: int = 0
+    ) -> float:
+        """Iterations of a batch beyond the graphs until the GPU takes longer than launching."""
+        return self._launched_steps(num_decodes, *self._device_run(num_decodes, context_tokens, window, longest_tokens))
+
+    def _launched_steps(self, num_decodes: int, first_s: float, slope_s: float) -> float:
+        """Iterations until the GPU, which takes `first_s` and then `slope_s` more each time, takes longer."""
+        if num_decodes <= self.captured_decodes or first_s >= self.launches_s or not slope_s:
+            return inf
+        return ceil((self.launches_s - first_s) / slope_s)
+
+    def _device_run(
+        self, num_decodes: int, context_tokens: int, window: WindowTokens | None, longest_tokens: int
+    ) -> tuple[float, float]:
+        """`decode_run` without what launching takes at least."""
         batch_s = self._batch_s.get(num_decodes)
         if batch_s is None:
             tokens = num_decodes if self.padded is None else self.padded(num_decodes)
@@ -450,20 +467,7 @@ class RooflineCost(CostModel):
         if longest_tokens:
             # All contexts grow alike: what they differ by stays as it is.
             first += self._longest_s(num_decodes, context_tokens, longest_tokens)
-        if context_tokens > self.most_context_tokens or num_decodes > self.most_batch:
-            self._note_decodes(num_decodes, context_tokens)
-        if num_decodes > self.captured_decodes and launched and first < self.launches_s:
-            return self.launches_s, 0.0
         return first, slope
-
-    def straight_steps(
-        self, num_decodes: int, context_tokens: int, window: WindowTokens | None = None, longest_tokens: int = 0
-    ) -> float:
-        """Iterations of a batch beyond the graphs until the GPU takes longer than launching."""
-        if num_decodes <= self.captured_decodes:
-            return inf
-        first_s, slope_s = self.decode_run(num_decodes, context_tokens, window, longest_tokens, launched=False)
-        return ceil((self.launches_s - first_s) / slope_s) if first_s < self.launches_s and slope_s else inf
 
     def unread_s(self, num_tokens: int) -> float:
         return self.unread_s_per_token * num_tokens

@@ -7,6 +7,7 @@ tokens and query-context pairs, decodes as so many with the mean context.
 """
 
 from bisect import bisect_right
+from math import inf
 
 from sim.cost.kernels import KernelTables, coordinates, edge, grid_of, value_at
 from sim.cost.profile import Profile
@@ -119,53 +120,43 @@ class TableCost(RooflineCost):
         seconds = self.linear_s(tokens) + self._attention_of(plan, num_decodes) + self._once_s(tokens)
         if sampled:
             seconds += self.head_s(sampled)
-        self._note_shape(plan.prefill_tokens, num_decodes, plan.decode_context_tokens)
+        if plan.prefill_tokens > self.most_tokens:
+            self._note_beyond("tokens", plan.prefill_tokens)
+        if plan.decode_context_tokens > self.most_context_tokens or num_decodes > self.most_batch:
+            self._note_decodes(num_decodes, plan.decode_context_tokens)
         seconds += self.all_reduce_s(tokens)
         return max(seconds, self.launches_s) if tokens > self.captured_tokens else seconds
-
-    def _note_shape(self, tokens: int, num_decodes: int, context_tokens: int) -> None:
-        if tokens > self.most_tokens:
-            self._note_beyond("tokens", tokens)
-        if context_tokens > self.most_context_tokens or num_decodes > self.most_batch:
-            self._note_decodes(num_decodes, context_tokens)
-
-    def decode_run(
-        self,
-        num_decodes: int,
-        context_tokens: int,
-        window: WindowTokens | None = None,
-        longest_tokens: int = 0,
-        *,
-        launched: bool = True,
-    ) -> tuple[float, float]:
-        base_s, contexts, seconds = self._decodes(num_decodes)
-        self._note_shape(0, num_decodes, context_tokens)
-        context = context_tokens / num_decodes - 1
-        place = bisect_right(contexts, context)
-        if place == 0:
-            first, slope = base_s + seconds[0], 0.0
-        elif place == len(contexts):
-            # Beyond the table: in proportion to the roofline, which is a straight line here.
-            edge_s = self._shape_s(0, 0, num_decodes, contexts[-1])
-            slope = seconds[-1] * self.decode_s_per_context_token * num_decodes / edge_s
-            first = base_s + seconds[-1] + slope * (context - contexts[-1])
-        else:
-            low, high = contexts[place - 1], contexts[place]
-            slope = (seconds[place] - seconds[place - 1]) / (high - low)
-            first = base_s + seconds[place - 1] + slope * (context - low)
-        if num_decodes > self.captured_decodes and launched and first < self.launches_s:
-            return self.launches_s, 0.0
-        return first, slope
 
     def straight_steps(
         self, num_decodes: int, context_tokens: int, window: WindowTokens | None = None, longest_tokens: int = 0
     ) -> float:
         """Iterations of a batch that stays the same until its mean context passes the table's next point."""
-        _, contexts, _ = self._decodes(num_decodes)
+        first_s, slope_s, steps = self._segment(num_decodes, context_tokens)
+        return min(steps, self._launched_steps(num_decodes, first_s, slope_s))
+
+    def _device_run(
+        self, num_decodes: int, context_tokens: int, window: WindowTokens | None, longest_tokens: int
+    ) -> tuple[float, float]:
+        return self._segment(num_decodes, context_tokens)[:2]
+
+    def _segment(self, num_decodes: int, context_tokens: int) -> tuple[float, float, float]:
+        """First duration, growth, and iterations until the mean context passes the table's next point."""
+        base_s, contexts, seconds = self._decodes(num_decodes)
         context = context_tokens / num_decodes - 1
         place = bisect_right(contexts, context)
-        steps = super().straight_steps(num_decodes, context_tokens, window, longest_tokens)
-        return min(steps, int(contexts[place] - context) + 1) if place < len(contexts) else steps
+        if place == 0:
+            first_s, slope_s = base_s + seconds[0], 0.0
+        elif place == len(contexts):
+            # Beyond the table: in proportion to the roofline, which is a straight line here.
+            edge_s = self._shape_s(0, 0, num_decodes, contexts[-1])
+            slope_s = seconds[-1] * self.decode_s_per_context_token * num_decodes / edge_s
+            first_s = base_s + seconds[-1] + slope_s * (context - contexts[-1])
+        else:
+            low, high = contexts[place - 1], contexts[place]
+            slope_s = (seconds[place] - seconds[place - 1]) / (high - low)
+            first_s = base_s + seconds[place - 1] + slope_s * (context - low)
+        steps = int(contexts[place] - context) + 1 if place < len(contexts) else inf
+        return first_s, slope_s, steps
 
     def _decodes(self, num_decodes: int) -> tuple[float, list[float], list[float]]:
         """Of a batch: seconds beside its attention, and attention of all layers by mean context."""
