@@ -209,9 +209,7 @@ def _solved(begin: Ints, first: Ints, last: Ints, prefill_s: Floats, decode_s: F
         rows.append(num_bins + place * num_groups + group)
         columns.append(np.arange(num))
         values.append(seconds)
-    num_rows = num_bins + 2 * num_groups
     matrix = coo_matrix((np.concatenate(values), (np.concatenate(rows), np.concatenate(columns))))
-    matrix.resize(num_rows, next_column)
     upper = np.concatenate([np.ones(num), np.full(next_column - num, np.inf)])
     found = linprog(
         np.concatenate([-np.ones(num), np.zeros(next_column - num)]),

@@ -100,6 +100,11 @@ def test_most_in_time_is_what_search_finds(rows):
     assert most_in_time(*shorter) >= chosen_by_search(*shorter) - 1e-9
 
 
+def test_without_deadlines_all_that_are_worth_anything_are_chosen():
+    values = np.array([0.25, -0.5, 0.125])
+    assert most_in_time(np.zeros(3), np.full(3, np.inf), np.ones(3), values) == 0.375
+
+
 def test_seats_and_blocks_share_what_an_iteration_costs_however_small():
     """Ten decodes each; an iteration lasts 0.1 s. With 2 seats a decode costs 0.05 s, with 8 of 40 blocks 0.02 s."""
     machine = linear_machine(prefill=(0.1, 0.0, 0.0), decode=(0.1, 0.0, 0.0), swap_s_per_block=1e6)

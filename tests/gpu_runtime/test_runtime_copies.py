@@ -24,10 +24,13 @@ from gpu_runtime.kv.copy_engine import (
     pieces,
     prefers_staging,
 )
+from gpu_runtime.kv.copies import KVCopies
 from gpu_runtime.kv.pool import KVPool
 from gpu_runtime.kv.token_rows import TokenRows, token_places
 from gpu_runtime.model.decoder import Decoder
 from sim.engine.changes import Direction
+from sim.engine.sequence import Sequence
+from traces.request import Request
 
 D2H, H2D = Direction.D2H, Direction.H2D
 
@@ -125,6 +128,19 @@ def test_a_copy_that_fails_says_so_and_harms_no_other(engine):
     source, target = pool(4, noise=1), pool(4)
     engine.copy_blocks(source, [1], target, [2], D2H).wait()
     assert torch.equal(target.data[2], source.data[1])
+
+
+def test_what_waits_for_a_copy_hears_whether_it_went_well(engine):
+    gate, lost = Gate(torch.zeros(3), OSError("the cable is out")), []
+    gate.open.set()
+    copies = KVCopies(engine, pool(4), pool(4), lambda seq, reason: lost.append((seq, reason)))
+    seq, well = (
+        Sequence(Request(0, 0.0, 8, 1)),
+        engine.copy_rows(torch.ones(3), range(3), torch.zeros(3), range(3), D2H),
+    )
+    assert copies.wait_in_stream([seq], well)
+    assert not copies.wait_in_stream([seq], engine.copy_rows(torch.ones(3), range(3), gate, range(3), D2H))
+    assert [who for who, _ in lost] == [seq]
 
 
 class Driver:
