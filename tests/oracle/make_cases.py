@@ -95,109 +95,62 @@ def recompute_cases() -> Iterator[Case]:
     """Preemption by recompute, whole prompts."""
     opt = Options
     yield Case(
-        "r01-tiny-pool",
-        "many preemptions of the same requests, 12 blocks",
-        120,
-        poisson(6),
-        between((4, 110), (4, 70)),
-        opt(12, max_model_len=256, max_num_seqs=8),
-    )
+        "r01-tiny-pool", "many preemptions of the same requests, 12 blocks",
+        120, poisson(6), between((4, 110), (4, 70)), opt(12, max_model_len=256, max_num_seqs=8),
+    )  # fmt: skip
     yield Case(
-        "r02-block-1",
-        "block size 1, watermark of 1 block",
-        120,
-        poisson(8),
-        between((3, 100), (2, 40)),
+        "r02-block-1", "block size 1, watermark of 1 block", 120, poisson(8), between((3, 100), (2, 40)),
         opt(150, block_size=1, max_model_len=256, max_num_seqs=8),
-    )
+    )  # fmt: skip
     yield Case(
-        "r03-lone",
-        "max_num_seqs 1: a lone sequence preempts itself; ignored once it outgrows the pool",
-        80,
-        poisson(3),
-        between((1, 90), (1, 60)),
-        opt(10, block_size=8, max_model_len=256, max_num_seqs=1, cost=EXACT),
-    )
+        "r03-lone", "max_num_seqs 1: a lone sequence preempts itself; ignored once it outgrows the pool",
+        80, poisson(3), between((1, 90), (1, 60)), opt(10, block_size=8, max_model_len=256, max_num_seqs=1, cost=EXACT),
+    )  # fmt: skip
     yield Case(
-        "r04-block-32",
-        "4 blocks of 32, prompts that can never fit",
-        90,
-        poisson(8),
-        between((1, 150), (1, 60)),
+        "r04-block-32", "4 blocks of 32, prompts that can never fit", 90, poisson(8), between((1, 150), (1, 60)),
         opt(4, block_size=32, max_model_len=256, max_num_seqs=4),
-    )
+    )  # fmt: skip
     yield Case(
-        "r05-ties",
-        "arrivals exactly on iteration boundaries",
-        150,
-        ticks(12),
-        between((1, 80), (1, 24)),
+        "r05-ties", "arrivals exactly on iteration boundaries", 150, ticks(12), between((1, 80), (1, 24)),
         opt(14, max_model_len=128, max_num_seqs=4, cost=EXACT),
-    )
+    )  # fmt: skip
     yield Case(
-        "r06-model-len",
-        "prompts over max_model_len; preempted requests ignored for having outgrown it",
-        120,
-        bursts(6, 1.0),
-        mixed((4, between((10, 90), (5, 70))), (1, between((97, 140), (1, 9)))),
+        "r06-model-len", "prompts over max_model_len; preempted requests ignored for having outgrown it",
+        120, bursts(6, 1.0), mixed((4, between((10, 90), (5, 70))), (1, between((97, 140), (1, 9)))),
         opt(18, max_model_len=96, max_num_batched_tokens=96, max_num_seqs=8),
-    )
+    )  # fmt: skip
     yield Case(
-        "r07-budget-64",
-        "budget of 64 tokens, prompts of whole blocks up to beyond it",
-        150,
-        bursts(10, 0.75),
-        multiples(16, (1, 5), (1, 20)),
+        "r07-budget-64", "budget of 64 tokens, prompts of whole blocks up to beyond it",
+        150, bursts(10, 0.75), multiples(16, (1, 5), (1, 20)),
         opt(16, max_model_len=64, max_num_batched_tokens=64, max_num_seqs=8, cost=EXACT),
-    )
+    )  # fmt: skip
     yield Case(
-        "r08-one-token",
-        "one-token outputs and long idle gaps",
-        200,
-        idle(40, 30.0),
-        mixed((4, between((1, 200), (1, 1))), (1, between((1, 60), (2, 30)))),
+        "r08-one-token", "one-token outputs and long idle gaps",
+        200, idle(40, 30.0), mixed((4, between((1, 200), (1, 1))), (1, between((1, 60), (2, 30)))),
         opt(16, max_model_len=256, max_num_batched_tokens=256, max_num_seqs=6),
-    )
+    )  # fmt: skip
     yield Case(
-        "r09-tokens-only",
-        "costs per token only",
-        120,
-        poisson(60),
-        between((4, 90), (2, 50)),
+        "r09-tokens-only", "costs per token only", 120, poisson(60), between((4, 90), (2, 50)),
         opt(30, block_size=8, max_model_len=256, max_num_seqs=6, cost=TOKENS_ONLY),
-    )
+    )  # fmt: skip
     yield Case(
-        "r10-burst-300",
-        "300 requests at once and max_num_seqs 8",
-        300,
-        bursts(150, 2.0),
-        between((5, 60), (1, 20)),
+        "r10-burst-300", "300 requests at once and max_num_seqs 8", 300, bursts(150, 2.0), between((5, 60), (1, 20)),
         opt(60, max_model_len=128, max_num_batched_tokens=128, max_num_seqs=8),
-    )
+    )  # fmt: skip
     yield Case(
-        "r11-watermark",
-        "prompts at the edge of pool less watermark (250 blocks of 1, watermark 2)",
-        90,
-        poisson(4),
-        mixed((2, between((244, 252), (1, 6))), (3, between((5, 120), (5, 60)))),
+        "r11-watermark", "prompts at the edge of pool less watermark (250 blocks of 1, watermark 2)",
+        90, poisson(4), mixed((2, between((244, 252), (1, 6))), (3, between((5, 120), (5, 60)))),
         opt(250, block_size=1, max_model_len=512, max_num_seqs=5),
-    )
+    )  # fmt: skip
     yield Case(
-        "r12-free-prefill",
-        "prompts cost no time: many iterations at one instant, arrivals on boundaries",
-        120,
-        ticks(16),
-        multiples(8, (1, 7), (1, 30)),
+        "r12-free-prefill", "prompts cost no time: many iterations at one instant, arrivals on boundaries",
+        120, ticks(16), multiples(8, (1, 7), (1, 30)),
         opt(20, block_size=8, max_model_len=128, max_num_seqs=7, cost=FREE_PREFILL),
-    )
+    )  # fmt: skip
     yield Case(
-        "r13-outgrow",
-        "most requests outgrow the pool after dozens of tokens",
-        60,
-        bursts(4, 1.5),
-        between((10, 60), (30, 90)),
-        opt(6, max_model_len=256, max_num_seqs=4, cost=EXACT),
-    )
+        "r13-outgrow", "most requests outgrow the pool after dozens of tokens",
+        60, bursts(4, 1.5), between((10, 60), (30, 90)), opt(6, max_model_len=256, max_num_seqs=4, cost=EXACT),
+    )  # fmt: skip
 
 
 def swap_cases() -> Iterator[Case]:
@@ -208,101 +161,60 @@ def swap_cases() -> Iterator[Case]:
         return Options(blocks, cpu_blocks, mode="swap", swap_s_per_block=swap_s_per_block, **more)
 
     yield Case(
-        "s01-tiny-pool",
-        "many swaps of the same requests, 12 blocks",
-        120,
-        poisson(6),
-        between((4, 110), (4, 70)),
+        "s01-tiny-pool", "many swaps of the same requests, 12 blocks", 120, poisson(6), between((4, 110), (4, 70)),
         opt(12, max_model_len=256, max_num_seqs=8),
-    )
+    )  # fmt: skip
     yield Case(
-        "s02-block-1",
-        "block size 1, watermark of 1 block",
-        120,
-        poisson(8),
-        between((3, 100), (2, 40)),
+        "s02-block-1", "block size 1, watermark of 1 block", 120, poisson(8), between((3, 100), (2, 40)),
         opt(150, block_size=1, max_model_len=256, max_num_seqs=8, swap_s_per_block=2e-5),
-    )
+    )  # fmt: skip
     yield Case(
-        "s03-lone",
-        "max_num_seqs 1: a lone sequence swaps itself out and is ignored; its CPU blocks are leaked",
-        80,
-        poisson(3),
-        between((1, 90), (1, 60)),
+        "s03-lone", "max_num_seqs 1: a lone sequence swaps itself out and is ignored; its CPU blocks are leaked",
+        80, poisson(3), between((1, 90), (1, 60)),
         opt(10, block_size=8, max_model_len=256, max_num_seqs=1, cost=EXACT, swap_s_per_block=exact),
-    )
+    )  # fmt: skip
     yield Case(
-        "s04-block-32",
-        "4 blocks of 32, prompts that can never fit",
-        90,
-        poisson(8),
-        between((1, 150), (1, 60)),
+        "s04-block-32", "4 blocks of 32, prompts that can never fit", 90, poisson(8), between((1, 150), (1, 60)),
         opt(4, block_size=32, max_model_len=256, max_num_seqs=4),
-    )
+    )  # fmt: skip
     yield Case(
-        "s05-ties",
-        "arrivals exactly on iteration boundaries, copies included",
-        150,
-        ticks(12),
-        between((1, 80), (1, 24)),
+        "s05-ties", "arrivals exactly on iteration boundaries, copies included",
+        150, ticks(12), between((1, 80), (1, 24)),
         opt(14, max_model_len=128, max_num_seqs=4, cost=EXACT, swap_s_per_block=TICK),
-    )
+    )  # fmt: skip
     yield Case(
-        "s06-abort",
-        "CPU pool of 6 blocks: vLLM aborts",
-        120,
-        bursts(6, 0.5),
-        between((10, 60), (5, 40)),
+        "s06-abort", "CPU pool of 6 blocks: vLLM aborts", 120, bursts(6, 0.5), between((10, 60), (5, 40)),
         opt(12, 6, max_model_len=128, max_num_seqs=8),
-    )
+    )  # fmt: skip
     yield Case(
-        "s07-abort-late",
-        "CPU pool eaten by leaked blocks until vLLM aborts",
-        150,
-        poisson(4),
-        mixed((5, between((5, 60), (5, 40))), (1, between((40, 70), (60, 80)))),
+        "s07-abort-late", "CPU pool eaten by leaked blocks until vLLM aborts",
+        150, poisson(4), mixed((5, between((5, 60), (5, 40))), (1, between((40, 70), (60, 80)))),
         opt(8, 50, max_model_len=256, max_num_seqs=3, cost=EXACT, swap_s_per_block=exact),
-    )
+    )  # fmt: skip
     yield Case(
-        "s08-budget-64",
-        "budget of 64 tokens, prompts of whole blocks, copies free",
-        150,
-        bursts(10, 0.75),
-        multiples(16, (1, 5), (1, 20)),
+        "s08-budget-64", "budget of 64 tokens, prompts of whole blocks, copies free",
+        150, bursts(10, 0.75), multiples(16, (1, 5), (1, 20)),
         opt(14, max_model_len=64, max_num_batched_tokens=64, max_num_seqs=8, cost=EXACT, swap_s_per_block=0.0),
-    )
+    )  # fmt: skip
     yield Case(
-        "s09-copies-only",
-        "only copies and squares cost time",
-        100,
-        poisson(20),
-        between((4, 90), (2, 50)),
+        "s09-copies-only", "only copies and squares cost time", 100, poisson(20), between((4, 90), (2, 50)),
         opt(24, block_size=8, max_model_len=256, max_num_seqs=6, cost=SQUARES_ONLY, swap_s_per_block=0.002),
-    )
+    )  # fmt: skip
     yield Case(
-        "s10-idle-bursts",
-        "bursts of 12 with long silences, one-token outputs among them",
-        180,
-        bursts(12, 20.0),
-        mixed((1, between((1, 100), (1, 1))), (2, between((1, 60), (5, 40)))),
+        "s10-idle-bursts", "bursts of 12 with long silences, one-token outputs among them",
+        180, bursts(12, 20.0), mixed((1, between((1, 100), (1, 1))), (2, between((1, 60), (5, 40)))),
         opt(16, max_model_len=128, max_num_batched_tokens=128, max_num_seqs=8),
-    )
+    )  # fmt: skip
     yield Case(
-        "s11-watermark",
-        "swap-in held back by a watermark of 3 blocks (300 blocks of 1)",
-        90,
-        poisson(5),
-        mixed((1, between((150, 200), (5, 40))), (3, between((5, 90), (5, 60)))),
+        "s11-watermark", "swap-in held back by a watermark of 3 blocks (300 blocks of 1)",
+        90, poisson(5), mixed((1, between((150, 200), (5, 40))), (3, between((5, 90), (5, 60)))),
         opt(300, block_size=1, max_model_len=512, max_num_seqs=6, swap_s_per_block=exact, cost=EXACT),
-    )
+    )  # fmt: skip
     yield Case(
-        "s12-outgrow",
-        "most requests outgrow the pool: ignored at swap-in, others wait behind them",
-        60,
-        bursts(4, 1.5),
-        between((10, 60), (30, 90)),
+        "s12-outgrow", "most requests outgrow the pool: ignored at swap-in, others wait behind them",
+        60, bursts(4, 1.5), between((10, 60), (30, 90)),
         opt(6, max_model_len=256, max_num_seqs=4, cost=EXACT, swap_s_per_block=exact),
-    )
+    )  # fmt: skip
 
 
 def chunked_recompute_cases() -> Iterator[Case]:
@@ -312,93 +224,53 @@ def chunked_recompute_cases() -> Iterator[Case]:
         return Options(blocks, max_num_batched_tokens=budget, chunked=True, **more)
 
     yield Case(
-        "c01-budget-64",
-        "budget 64: several chunks a prompt, tiny pool",
-        120,
-        poisson(6),
-        between((4, 150), (4, 50)),
+        "c01-budget-64", "budget 64: several chunks a prompt, tiny pool", 120, poisson(6), between((4, 150), (4, 50)),
         opt(16, 64, max_model_len=512, max_num_seqs=8),
-    )
+    )  # fmt: skip
     yield Case(
-        "c02-budget-is-seqs",
-        "chunk budget equal to max_num_seqs (8)",
-        80,
-        poisson(3),
-        between((1, 60), (1, 30)),
+        "c02-budget-is-seqs", "chunk budget equal to max_num_seqs (8)", 80, poisson(3), between((1, 60), (1, 30)),
         opt(16, 8, block_size=8, max_model_len=256, max_num_seqs=8),
-    )
+    )  # fmt: skip
     yield Case(
-        "c03-no-pressure",
-        "long prompts, budget 64, room for all",
-        80,
-        bursts(5, 1.0),
-        between((50, 400), (1, 40)),
+        "c03-no-pressure", "long prompts, budget 64, room for all", 80, bursts(5, 1.0), between((50, 400), (1, 40)),
         opt(400, 64, max_model_len=512, max_num_seqs=8),
-    )
+    )  # fmt: skip
     yield Case(
-        "c04-ties",
-        "arrivals exactly on iteration boundaries, prompts of whole blocks",
-        150,
-        ticks(14),
-        multiples(16, (1, 6), (1, 24)),
-        opt(16, 128, max_model_len=256, max_num_seqs=4, cost=EXACT),
-    )
+        "c04-ties", "arrivals exactly on iteration boundaries, prompts of whole blocks",
+        150, ticks(14), multiples(16, (1, 6), (1, 24)), opt(16, 128, max_model_len=256, max_num_seqs=4, cost=EXACT),
+    )  # fmt: skip
     yield Case(
-        "c05-over-model-len",
-        "prompts over max_model_len 48: ignored or not by what is left of the budget",
-        150,
-        bursts(8, 1.0),
-        mixed((2, between((5, 48), (1, 40))), (1, between((49, 140), (1, 12)))),
+        "c05-over-model-len", "prompts over max_model_len 48: ignored or not by what is left of the budget",
+        150, bursts(8, 1.0), mixed((2, between((5, 48), (1, 40))), (1, between((49, 140), (1, 12)))),
         opt(16, 128, max_model_len=48, max_num_seqs=8),
-    )
+    )  # fmt: skip
     yield Case(
-        "c06-block-1",
-        "block size 1, watermark of 2 blocks",
-        100,
-        poisson(8),
-        between((3, 150), (2, 40)),
+        "c06-block-1", "block size 1, watermark of 2 blocks", 100, poisson(8), between((3, 150), (2, 40)),
         opt(240, 64, block_size=1, max_model_len=256, max_num_seqs=6),
-    )
+    )  # fmt: skip
     yield Case(
-        "c07-lone",
-        "max_num_seqs 1, whole pool within the budget: a lone sequence preempts itself",
-        80,
-        poisson(3),
-        between((1, 90), (1, 60)),
+        "c07-lone", "max_num_seqs 1, whole pool within the budget: a lone sequence preempts itself",
+        80, poisson(3), between((1, 90), (1, 60)),
         opt(10, 80, block_size=8, max_model_len=256, max_num_seqs=1, cost=EXACT),
-    )
+    )  # fmt: skip
     yield Case(
-        "c08-never-fits",
-        "4 blocks of 32, budget of the whole pool, prompts that can never fit",
-        90,
-        poisson(8),
-        between((1, 150), (1, 60)),
-        opt(4, 128, block_size=32, max_model_len=256, max_num_seqs=4),
-    )
+        "c08-never-fits", "4 blocks of 32, budget of the whole pool, prompts that can never fit",
+        90, poisson(8), between((1, 150), (1, 60)), opt(4, 128, block_size=32, max_model_len=256, max_num_seqs=4),
+    )  # fmt: skip
     yield Case(
-        "c09-tokens-only",
-        "costs per token only, one-token outputs",
-        150,
-        idle(300, 15.0),
-        mixed((1, between((1, 150), (1, 1))), (2, between((1, 90), (2, 30)))),
+        "c09-tokens-only", "costs per token only, one-token outputs",
+        150, idle(300, 15.0), mixed((1, between((1, 150), (1, 1))), (2, between((1, 90), (2, 30)))),
         opt(20, 64, block_size=8, max_model_len=256, max_num_seqs=6, cost=TOKENS_ONLY),
-    )
+    )  # fmt: skip
     yield Case(
-        "c10-half-done",
-        "half-done prompts recomputed, budget 12, block size 1",
-        120,
-        poisson(12),
-        between((14, 23), (20, 60)),
-        opt(99, 12, block_size=1, max_model_len=256, max_num_seqs=6),
-    )
+        "c10-half-done", "half-done prompts recomputed, budget 12, block size 1",
+        120, poisson(12), between((14, 23), (20, 60)), opt(99, 12, block_size=1, max_model_len=256, max_num_seqs=6),
+    )  # fmt: skip
     yield Case(
-        "c11-half-done-ties",
-        "half-done prompts recomputed, budget equal to max_num_seqs (8), arrivals on boundaries",
-        150,
-        ticks(10),
-        between((9, 15), (1, 40)),
+        "c11-half-done-ties", "half-done prompts recomputed, budget equal to max_num_seqs (8), arrivals on boundaries",
+        150, ticks(10), between((9, 15), (1, 40)),
         opt(60, 8, block_size=1, max_model_len=256, max_num_seqs=8, cost=EXACT),
-    )
+    )  # fmt: skip
 
 
 def chunked_swap_cases() -> Iterator[Case]:
@@ -417,101 +289,60 @@ def chunked_swap_cases() -> Iterator[Case]:
         )
 
     yield Case(
-        "x01-budget-64",
-        "half-done prompts swapped out and in, tiny pool",
-        120,
-        poisson(6),
-        between((4, 110), (4, 50)),
+        "x01-budget-64", "half-done prompts swapped out and in, tiny pool", 120, poisson(6), between((4, 110), (4, 50)),
         opt(14, 64, max_model_len=512, max_num_seqs=8),
-    )
+    )  # fmt: skip
     yield Case(
-        "x02-budget-is-seqs",
-        "chunk budget equal to max_num_seqs (8), short prompts",
-        100,
-        poisson(4),
-        between((1, 8), (1, 40)),
-        opt(12, 8, block_size=8, max_model_len=256, max_num_seqs=8),
-    )
+        "x02-budget-is-seqs", "chunk budget equal to max_num_seqs (8), short prompts",
+        100, poisson(4), between((1, 8), (1, 40)), opt(12, 8, block_size=8, max_model_len=256, max_num_seqs=8),
+    )  # fmt: skip
     yield Case(
-        "x03-half-done",
-        "half-done prompts swapped out and in, budget 16, block size 2",
-        150,
-        poisson(12),
-        between((18, 34), (5, 40)),
+        "x03-half-done", "half-done prompts swapped out and in, budget 16, block size 2",
+        150, poisson(12), between((18, 34), (5, 40)),
         opt(49, 16, block_size=2, max_model_len=256, max_num_seqs=8, swap_s_per_block=2e-5),
-    )
+    )  # fmt: skip
     yield Case(
-        "x04-ties",
-        "arrivals exactly on iteration boundaries, prompts of whole blocks",
-        150,
-        ticks(14),
-        multiples(16, (1, 6), (1, 24)),
+        "x04-ties", "arrivals exactly on iteration boundaries, prompts of whole blocks",
+        150, ticks(14), multiples(16, (1, 6), (1, 24)),
         opt(14, 128, max_model_len=256, max_num_seqs=4, cost=EXACT, swap_s_per_block=TICK),
-    )
+    )  # fmt: skip
     yield Case(
-        "x05-over-model-len",
-        "prompts over max_model_len 48: ignored or not by what is left of the budget",
-        150,
-        bursts(8, 1.0),
-        mixed((2, between((5, 48), (1, 40))), (1, between((49, 120), (1, 12)))),
+        "x05-over-model-len", "prompts over max_model_len 48: ignored or not by what is left of the budget",
+        150, bursts(8, 1.0), mixed((2, between((5, 48), (1, 40))), (1, between((49, 120), (1, 12)))),
         opt(16, 128, max_model_len=48, max_num_seqs=8),
-    )
+    )  # fmt: skip
     yield Case(
-        "x06-block-1",
-        "block size 1, watermark of 2 blocks",
-        100,
-        poisson(8),
-        between((3, 90), (2, 40)),
+        "x06-block-1", "block size 1, watermark of 2 blocks", 100, poisson(8), between((3, 90), (2, 40)),
         opt(200, 64, block_size=1, max_model_len=256, max_num_seqs=6, swap_s_per_block=2e-5),
-    )
+    )  # fmt: skip
     yield Case(
-        "x07-lone",
-        "max_num_seqs 1: a lone sequence swaps itself out and is ignored",
-        80,
-        poisson(3),
-        between((1, 90), (1, 60)),
+        "x07-lone", "max_num_seqs 1: a lone sequence swaps itself out and is ignored",
+        80, poisson(3), between((1, 90), (1, 60)),
         opt(10, 80, block_size=8, max_model_len=256, max_num_seqs=1, cost=EXACT, swap_s_per_block=exact),
-    )
+    )  # fmt: skip
     yield Case(
-        "x08-abort",
-        "CPU pool of 21 blocks: vLLM aborts",
-        120,
-        bursts(6, 0.5),
-        between((10, 60), (5, 40)),
+        "x08-abort", "CPU pool of 21 blocks: vLLM aborts", 120, bursts(6, 0.5), between((10, 60), (5, 40)),
         opt(12, 64, 21, max_model_len=128, max_num_seqs=8),
-    )
+    )  # fmt: skip
     yield Case(
-        "x09-never-fits",
-        "4 blocks of 32, prompts that can never fit",
-        90,
-        poisson(8),
-        between((1, 150), (1, 60)),
+        "x09-never-fits", "4 blocks of 32, prompts that can never fit", 90, poisson(8), between((1, 150), (1, 60)),
         opt(4, 128, block_size=32, max_model_len=256, max_num_seqs=4),
-    )
+    )  # fmt: skip
     yield Case(
-        "x10-half-done-bursts",
-        "half-done prompts swapped out and in, bursts, budget equal to max_num_seqs (8)",
-        150,
-        bursts(10, 1.0),
-        between((9, 15), (10, 40)),
+        "x10-half-done-bursts", "half-done prompts swapped out and in, bursts, budget equal to max_num_seqs (8)",
+        150, bursts(10, 1.0), between((9, 15), (10, 40)),
         opt(60, 8, block_size=1, max_model_len=256, max_num_seqs=8, cost=EXACT, swap_s_per_block=exact / 16),
-    )
+    )  # fmt: skip
     yield Case(
-        "x11-half-done-ties",
-        "half-done prompts swapped out and in, arrivals on boundaries, copies free",
-        120,
-        ticks(24),
-        between((14, 23), (20, 60)),
+        "x11-half-done-ties", "half-done prompts swapped out and in, arrivals on boundaries, copies free",
+        120, ticks(24), between((14, 23), (20, 60)),
         opt(99, 12, block_size=1, max_model_len=128, max_num_seqs=6, cost=EXACT, swap_s_per_block=0.0),
-    )
+    )  # fmt: skip
     yield Case(
-        "x12-overtaken",
-        "new requests overtake the swapped ones until the CPU pool is full: vLLM aborts",
-        150,
-        poisson(12),
-        between((18, 31), (40, 120)),
+        "x12-overtaken", "new requests overtake the swapped ones until the CPU pool is full: vLLM aborts",
+        150, poisson(12), between((18, 31), (40, 120)),
         opt(110, 16, 1500, block_size=1, max_model_len=256, max_num_seqs=8, swap_s_per_block=2e-5),
-    )
+    )  # fmt: skip
 
 
 def main() -> None:
