@@ -4,6 +4,15 @@ from contextlib import suppress
 
 import pytest
 
+from sim.kv.tiers.worth import Worth
+
+
+@pytest.fixture
+def worthwhile(monkeypatch):
+    """Loads are always worth it: what they take is not the question here."""
+    monkeypatch.setattr(Worth, "load_s", lambda self, num_blocks: 0.0)
+
+
 with suppress(ImportError):
     import torch
 

@@ -8,27 +8,23 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+import test_runtime_prefix_ids as prefix_ids
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from runtime_mistakes import running_out
 from runtime_turns import converse
-from runtime_variants import TIERED, policy_of
+from runtime_variants import RETAINED, TIERED, policy_of
 
 from gpu_runtime.device import TorchDevice
-from gpu_runtime.kv.block_ids import BlockIds
 from gpu_runtime.kv.copies import KVCopies
 from gpu_runtime.kv.copy_engine import CopyEngine
 from gpu_runtime.kv.replay.hosted_blocks import HostedBlocks
-from gpu_runtime.kv.replay.placement import Placement
 from gpu_runtime.layers.layer_pass import LayerPass
 from gpu_runtime.model.decoder import Decoder
 from kvtwin.testing import live, requests
 from kvtwin.testing.live import ALIKE, SMALL, alike, tight_limits
 from sim.engine.changes import Direction, Drop, Hit, Keep, Load, Move, Place, Release, Store, Tier
-from sim.engine.plan import IterationPlan
-from sim.engine.sequence import Sequence
 from sim.errors import InvariantError, UserError
-from sim.kv.tiers.worth import Worth
 from traces.request import Request
 
 
@@ -38,12 +34,6 @@ def spread(rows, gap_s=0.02):
     However fast they are served: what ends is saved while others come, or beside none.
     """
     return alike(requests(*((i * gap_s, prompt, output) for i, (_, prompt, output) in enumerate(rows))), kinds=6)
-
-
-@pytest.fixture
-def worthwhile(monkeypatch):
-    """Loads are always worth it: what they take is not the question here."""
-    monkeypatch.setattr(Worth, "load_s", lambda self, num_blocks: 0.0)
 
 
 @pytest.mark.usefixtures("worthwhile")
@@ -158,8 +148,15 @@ def failing(monkeypatch, method, chance):
     return failed
 
 
+def serve_unchecked(variant):
+    """Serve so much that most of what comes again is on the host; plans do not know of copies that fail."""
+    policy, arrivals = policy_of(variant), spread(ALIKE * 3)
+    limit = tight_limits(policy, gpu=18, host=40 if variant in RETAINED else 60)
+    return live.serve(policy, arrivals, limit, kind=TorchDevice), arrivals
+
+
 @pytest.mark.usefixtures("worthwhile")
-@pytest.mark.parametrize("variant", TIERED)
+@pytest.mark.parametrize("variant", [*TIERED, *RETAINED])
 def test_what_could_not_be_saved_is_computed_again(variant, monkeypatch):
     failing(monkeypatch, "copy_blocks", 0.5)
     right, missed = HostedBlocks.load, []
@@ -170,19 +167,17 @@ def test_what_could_not_be_saved_is_computed_again(variant, monkeypatch):
         return found
 
     monkeypatch.setattr(HostedBlocks, "load", load)
-    policy, arrivals = policy_of(variant), spread(ALIKE * 3)
-    served = live.serve(policy, arrivals, tight_limits(policy, gpu=18, host=60), kind=TorchDevice)
+    served, arrivals = serve_unchecked(variant)
     monkeypatch.undo()
     assert missed
     assert len(live.check_tokens(served, arrivals)) == len(arrivals)
 
 
 @pytest.mark.usefixtures("worthwhile")
-@pytest.mark.parametrize("variant", TIERED)
+@pytest.mark.parametrize("variant", [*TIERED, *RETAINED])
 def test_a_load_that_fails_ends_who_reads_it_and_nobody_else(variant, monkeypatch):
     failed = failing(monkeypatch, "copy_layer", 0.1)
-    policy, arrivals = policy_of(variant), spread(ALIKE * 3)
-    served = live.serve(policy, arrivals, tight_limits(policy, gpu=18, host=60), kind=TorchDevice)
+    served, arrivals = serve_unchecked(variant)
     monkeypatch.undo()
     completed = live.check_tokens(served, arrivals)
     errors = [seq.error for seq in served.ended if seq.error]
@@ -200,22 +195,11 @@ def test_a_disk_below_the_host_is_refused_by_name():
 # -- facts one by one --------------------------------------------------------------------------------------------------
 
 
-class Facts:
+class Facts(prefix_ids.Facts):
     """A placement of eight blocks on the GPU and four on the host."""
 
     def __init__(self):
-        self.gpu, self.host = BlockIds(8), BlockIds(4)
-        self.placement = Placement(self.gpu, self.host, num_groups=1, block_tokens=4)
-        self.seqs = {}
-
-    def seq(self, name):
-        return self.seqs.setdefault(name, Sequence(Request(len(self.seqs), 0.0, 10, 5)))
-
-    def replay(self, *changes):
-        plan = IterationPlan()
-        plan.changes = changes
-        self.placement.replay(plan, lambda seq: None)
-        self.placement.check()
+        super().__init__(host=4)
 
     def save(self, name, places, keys, written=12):
         seq = self.seq(name)

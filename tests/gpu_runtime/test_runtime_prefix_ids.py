@@ -146,9 +146,9 @@ def test_every_block_holds_what_its_sequences_hit_there(variant):
 class Facts:
     """A placement whose sequences and runs go by names."""
 
-    def __init__(self, blocks=8):
-        self.gpu = BlockIds(blocks)
-        self.placement = Placement(self.gpu, BlockIds(1), num_groups=1, block_tokens=4)
+    def __init__(self, blocks=8, host=1):
+        self.gpu, self.host = BlockIds(blocks), BlockIds(host)
+        self.placement = Placement(self.gpu, self.host, num_groups=1, block_tokens=4)
         self.seqs = {}
 
     def seq(self, name):

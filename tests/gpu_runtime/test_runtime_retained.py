@@ -9,12 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from runtime_mistakes import misled
 from runtime_turns import converse
-from runtime_variants import policy_of
-from test_runtime_host_tier import ROWS, failing, spread, turns
+from runtime_variants import RETAINED, policy_of
+from test_runtime_host_tier import ROWS, spread, turns
 
-from gpu_runtime.device import TorchDevice
 from gpu_runtime.kv.block_ids import BlockIds, OutOfBlocks
-from gpu_runtime.kv.replay.hosted_blocks import HostedBlocks
 from gpu_runtime.kv.replay.placement import Placement
 from kvtwin.testing import live, requests
 from kvtwin.testing.live import ALIKE, alike, tight_limits
@@ -23,16 +21,7 @@ from sim.engine.plan import IterationPlan
 from sim.engine.sequence import Sequence
 from sim.errors import InvariantError
 from sim.kv.index.retained_chunks import ChunkStore
-from sim.kv.tiers.worth import Worth
 from traces.request import Request
-
-RETAINED = ["pensieve:swap-out-threshold=0.8", "sarathi:memory=retained,swap-out-threshold=0.8"]
-
-
-@pytest.fixture
-def worthwhile(monkeypatch):
-    """Loads are always worth it: what they take is not the question here."""
-    monkeypatch.setattr(Worth, "load_s", lambda self, num_blocks: 0.0)
 
 
 def serve(variant, arrivals, **sizes):
@@ -119,39 +108,6 @@ def test_a_wrong_plan_is_found_out(mistake):
 
 
 # -- failures ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.usefixtures("worthwhile")
-@pytest.mark.parametrize("variant", RETAINED)
-def test_what_could_not_be_saved_is_computed_again(variant, monkeypatch):
-    failing(monkeypatch, "copy_blocks", 0.5)
-    right, missed = HostedBlocks.load, []
-
-    def load(self, load, ids):
-        found = right(self, load, ids)
-        missed.extend(found)
-        return found
-
-    monkeypatch.setattr(HostedBlocks, "load", load)
-    arrivals = spread(ALIKE * 3)
-    served = serve(variant, arrivals, host=40, kind=TorchDevice)
-    monkeypatch.undo()
-    assert missed
-    assert len(live.check_tokens(served, arrivals)) == len(arrivals)
-
-
-@pytest.mark.usefixtures("worthwhile")
-@pytest.mark.parametrize("variant", RETAINED)
-def test_a_load_that_fails_ends_who_reads_it_and_nobody_else(variant, monkeypatch):
-    failed = failing(monkeypatch, "copy_layer", 0.1)
-    arrivals = spread(ALIKE * 3)
-    served = serve(variant, arrivals, host=40, kind=TorchDevice)
-    monkeypatch.undo()
-    completed = live.check_tokens(served, arrivals)
-    errors = [seq.error for seq in served.ended if seq.error]
-    assert failed
-    assert 0 < len(errors) < len(arrivals) == len(completed) + len(errors)
-    assert all("the link is down" in error for error in errors)
 
 
 @pytest.mark.usefixtures("worthwhile")
