@@ -5,6 +5,7 @@ import json
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_clock_pools import FLAT
 
 import kvtwin
 from gpu_runtime.instance import LiveInstance
@@ -16,9 +17,6 @@ from sim.options.policies import parse_policy
 from sim.systems.vllm055 import VllmRecompute
 from traces.errors import TraceError
 from traces.request import Request
-
-FLAT = {"prefill": (0.1, 0.0, 0.0), "decode": (0.1, 0.0, 0.0)}
-"""Every iteration takes 0.1 s."""
 
 
 def turns(*rows):

@@ -1,12 +1,11 @@
 """Splitwise's mixed pool: what turns mixed by hand-worked loads, and whole runs in which none waits for ever."""
 
 from random import Random
-from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_clock_pools import assert_whole
+from test_clock_pools import FLAT, assert_whole
 
 from kvtwin.testing import limits, linear_machine, requests
 from kvtwin.testing.clusters import simulate_pools
@@ -16,11 +15,6 @@ from sim.options.policies import parse_policy
 from sim.systems.splitwise import Splitwise
 from sim.topology.mixed_pool import MixedPools
 from traces.request import Request
-
-if TYPE_CHECKING:
-    pass
-
-FLAT = {"prefill": (0.1, 0.0, 0.0), "decode": (0.1, 0.0, 0.0)}
 
 
 class View:

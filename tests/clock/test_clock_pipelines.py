@@ -1,6 +1,5 @@
 """Pipelines: pipeline stages that batches pass through in turn, a loop that launches them, and what joins which."""
 
-from itertools import pairwise
 from math import inf
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -8,37 +7,21 @@ from unittest.mock import Mock
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from test_clock_pools import FLAT, assert_whole
 
 from kvtwin.testing import limits, linear_machine, requests
-from kvtwin.testing.clusters import HAND_OVER_S_PER_TOKEN, ClusterOutcome, simulate_pools, simulate_replicas
+from kvtwin.testing.clusters import HAND_OVER_S_PER_TOKEN, simulate_pools, simulate_replicas
 from sim.clock.closed_loop import ClosedLoop
 from sim.clock.pipeline import Pipeline
 from sim.cost.forms import LinearCost
 from sim.cost.lanes import Lane
 from sim.engine.plan import IterationPlan
-from sim.engine.sequence import Status
 from sim.options.policies import parse_policy
 from sim.systems.distserve import DistServe
 from sim.systems.vllm055 import VllmRecompute
 from sim.topology.routers import LeastLoaded, RoundRobin
 
-FLAT = {"prefill": (0.1, 0.0, 0.0), "decode": (0.1, 0.0, 0.0)}
-"""Every iteration takes 0.1 s."""
 H = HAND_OVER_S_PER_TOKEN
-
-
-def assert_whole(outcome: ClusterOutcome, arrivals) -> None:
-    assert sorted(seq.request.request_id for seq, _ in outcome.ended) == [r.request_id for r in arrivals]
-    for member in outcome.members:
-        assert member.num_in_flight == 0
-        assert not member.engine.has_unfinished
-        for pool in (member.engine.scheduler.gpu, member.engine.scheduler.host):
-            assert pool.free == pool.num_blocks
-        for lane in (member.lanes.compute, member.lanes.h2d, member.lanes.d2h, *member.lanes.links.values()):
-            for before, after in pairwise(lane.intervals or ()):
-                assert after.start_s >= before.end_s - 1e-9
-    for seq, _ in outcome.ended:
-        assert seq.status in (Status.FINISHED, Status.IGNORED)
 
 
 def test_an_iteration_passes_through_the_stages_and_two_batches_share_them():
