@@ -170,11 +170,9 @@ def check_ends(outcome: Outcome, workload: Workload) -> None:
     for seq in outcome.ended:
         assert not seq.num_blocks, f"{seq} ended with blocks"
         if seq.status is Status.FINISHED:
-            whole = seq.num_generated == seq.request.output_tokens
             # Some engines end a sequence at the longest context, or where the pool would.
-            room = workload.limits.max_model_len - (seq.num_tokens - seq.num_generated)
-            room_of = getattr(outcome.scheduler.batching, "max_new_tokens", None)
-            assert whole or seq.num_generated in (room, max(1, room_of(seq)) if room_of else room)
+            most = max(1, outcome.scheduler.batching.max_new_tokens(seq))
+            assert seq.num_generated in (seq.request.output_tokens, most)
             assert seq.request.arrival_s - 1e-9 <= seq.first_scheduled_s <= seq.first_token_s <= seq.finish_s
         else:
             assert seq.status is Status.IGNORED

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from sim.cost.host import TIE_S
 from sim.engine.itl import GapStatistics
 from sim.engine.sequence import IGNORED, Sequence
-from sim.errors import UserError
+from sim.named_numbers import named_numbers
 
 PERCENTILES = (50.0, 90.0, 95.0, 99.0)
 ARRAY_LIMIT = 100_000
@@ -78,21 +78,8 @@ class Goodput(msgspec.Struct, frozen=True):
     @staticmethod
     def parse(words: Iterable[str]) -> "Goodput":
         """Read `NAME:MILLISECONDS` words as `vllm bench serve --goodput` takes them."""
-        found: dict[str, float] = {}
-        for word in words:
-            name, _, text = word.partition(":")
-            try:
-                milliseconds = float(text)
-            except ValueError:
-                milliseconds = -1.0
-            if name not in SLO_NAMES or not 0.0 < milliseconds < float("inf"):
-                raise UserError(f"--goodput: {word!r} is not NAME:MILLISECONDS with NAME one of {', '.join(SLO_NAMES)}")
-            if milliseconds > MOST_SLO_MS:
-                raise UserError(f"--goodput: {word!r} is longer than {MOST_SLO_MS:g} ms; leave it out")
-            if f"{name}_s" in found:
-                raise UserError(f"--goodput: {name} is given twice; name each SLO once")
-            found[f"{name}_s"] = milliseconds / 1e3
-        return Goodput(**found)
+        found = named_numbers("--goodput", words, SLO_NAMES, "MILLISECONDS", MOST_SLO_MS)
+        return Goodput(**{f"{name}_s": milliseconds / 1e3 for name, milliseconds in found.items()})
 
     def met(self, ttft_s: float, tpot_s: float, e2el_s: float) -> bool:
         """Whether a request with these times meets every SLO."""

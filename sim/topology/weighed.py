@@ -7,11 +7,11 @@ What real ones see is older: llm-d reads metrics every 50 ms, Dynamo hears of ev
 from abc import abstractmethod
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from math import nan
 from random import Random
 from typing import ClassVar
 
 from sim.errors import UserError
+from sim.named_numbers import named_numbers
 from sim.topology.prefix_tree import hash_ids_of
 from sim.topology.routers import EngineView, Router
 from traces.request import Request
@@ -115,19 +115,5 @@ def parse_weights(router: str, words: Sequence[str]) -> dict[str, float]:
     """Of `NAME:WEIGHT` words. UserError with the names that the router has."""
     if words and router not in WEIGHED:
         raise UserError(f"--router-weights: {router} weighs nothing; take --router {' or '.join(WEIGHED)}")
-    found: dict[str, float] = {}
-    for word in words:
-        name, _, text = word.partition(":")
-        known = WEIGHED[router].shipped
-        if name not in known:
-            raise UserError(f"--router-weights: {word!r} is not NAME:WEIGHT with NAME one of {', '.join(known)}")
-        try:
-            weight = float(text)
-        except ValueError:
-            weight = nan
-        if not 0.0 <= weight <= MOST_WEIGHT:
-            raise UserError(f"--router-weights: {word!r}: a weight is a number from 0 to {MOST_WEIGHT:g}")
-        if name in found:
-            raise UserError(f"--router-weights: {name} is given twice; name each once")
-        found[name] = weight
-    return found
+    names = WEIGHED[router].shipped if words else ()
+    return named_numbers("--router-weights", words, names, "WEIGHT", MOST_WEIGHT, may_be_zero=True)

@@ -72,7 +72,7 @@ OPTIONS = {
     "--zero-tokens": [("drop", "goes with --trace"), ("two", "choose from")],
     "--goodput": [
         *((word, "NAME:MILLISECONDS with NAME one of ttft, tpot, e2el") for word in ("ttft", "itl:3", "ttft:nan")),
-        ("ttft:1e300", "longer than 1e+12 ms"),
+        *((word, "MILLISECONDS above 0, 1e+12 at most") for word in ("ttft:1e300", "ttft:0")),
     ],
     "--layerkv-tpot-slo-ms": [("5", "an option of layerkv, which --policy does not name")],
 }

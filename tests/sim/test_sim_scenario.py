@@ -146,7 +146,7 @@ def test_slos_given_apart_count_together(tmp_path, capsys):
     assert json.loads((tmp_path / "result.json").read_text())["scenario"]["goodput"] == ["ttft:3000", "tpot:200"]
     capsys.readouterr()
     assert kvtwin.main(["run", *words, "--goodput", "ttft:3000", "tpot:200", "--goodput", "ttft:4000"]) == 2
-    assert capsys.readouterr().err == "kvtwin: --goodput: ttft is given twice; name each SLO once\n"
+    assert capsys.readouterr().err == "kvtwin: --goodput: ttft is given twice; name each once\n"
 
 
 def test_pipelines_want_an_engine_whose_host_time_is_serial():

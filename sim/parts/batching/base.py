@@ -84,6 +84,10 @@ class Batching(Part, ABC):
         self.partials: dict[Sequence, None] = {}
         """Half-done prompts, in order of admission."""
 
+    def max_new_tokens(self, seq: Sequence) -> int:
+        """Tokens that a request may generate, whatever it asks for: those that the longest context has room for."""
+        return self.limits.max_model_len - (seq.num_tokens - seq.num_generated)
+
     @abstractmethod
     def fill(self, plan: IterationPlan, now_s: float) -> None:
         """Put work into the plan, as far as there is any."""

@@ -207,24 +207,28 @@ class Running(Batching):
 
     def _preempt(self, victim: Sequence, plan: IterationPlan, scheduled: int) -> None:
         """Take a running sequence out. `scheduled` of its tokens were in this step: vLLM has hashed them."""
-        scheduler, batch = self.scheduler, self.batch
-        scheduler.counters.preemptions += 1
-        scheduler.changed = True
+        self.scheduler.counters.preemptions += 1
+        self.scheduler.changed = True
         hashed = 0
         if victim in self.partials:
             del self.partials[victim]
             victim.num_computed += scheduled
-        elif victim in scheduler.last_in_flight:
-            del scheduler.last_in_flight[victim]
-            hashed = -1
         else:
-            hashed = scheduled - scheduler.num_unknown(victim)
-            grown = int(scheduled and batch.needs_block(victim))
-            batch.remove(victim)
-            victim.num_blocks += grown
+            hashed = self._leave_batch(victim, scheduled)
         victim.num_tokens += hashed
         self.eviction.evict(victim, plan)
         victim.num_tokens -= hashed
+
+    def _leave_batch(self, victim: Sequence, scheduled: int) -> int:
+        """Take one that decodes out of the batch; tokens that vLLM has hashed beyond those of `num_tokens`."""
+        scheduler, batch = self.scheduler, self.batch
+        if victim in scheduler.last_in_flight:
+            del scheduler.last_in_flight[victim]
+            return -1
+        grown = int(scheduled and batch.needs_block(victim))
+        batch.remove(victim)
+        victim.num_blocks += grown
+        return scheduled - scheduler.num_unknown(victim)
 
     def _plan(self, plan: IterationPlan, done: dict[Sequence, int]) -> None:
         """Put what was decided into the plan, in the order of `running`."""

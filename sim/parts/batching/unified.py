@@ -101,7 +101,7 @@ class Unified(Running):
         """`seq`, which has the blocks for it, computes its next `chunk` tokens."""
         scheduler, memory, batch = self.scheduler, self.paged, self.batch
         self.running[seq] = None
-        if seq.output_tokens >= self.limits.max_model_len - seq.num_tokens + seq.num_generated:
+        if seq.output_tokens >= self.max_new_tokens(seq):
             self._stop_at_longest(seq)
         scheduler.start(seq, now_s, placed=True)
         if decodes:
@@ -119,7 +119,7 @@ class Unified(Running):
 
     def _stop_at_longest(self, seq: Sequence) -> None:
         """It ends when it is as long as any may be, and calls no tool then."""
-        seq.output_tokens = self.limits.max_model_len - seq.num_tokens + seq.num_generated
+        seq.output_tokens = self.max_new_tokens(seq)
         seq.drop_calls()
 
     def resume(self, seq: Sequence) -> Wait | None:

@@ -147,21 +147,10 @@ class UnifiedSpeculative(Unified):
             blocks[seq] += wanted
         return True
 
-    def _preempt(self, victim: Sequence, plan: IterationPlan, scheduled: int) -> None:
-        scheduler = self.scheduler
-        scheduler.counters.preemptions += 1
-        scheduler.changed = True
-        hashed = 0
-        if victim in self.partials:
-            del self.partials[victim]
-            victim.num_computed += scheduled
-        else:
-            # The last token, if it was in this step and the next need not be known; nothing that was only drafted.
-            hashed = int(scheduled > 0 and not self._unnamed)
-            self.batch.remove(victim)
-        victim.num_tokens += hashed
-        self.eviction.evict(victim, plan)
-        victim.num_tokens -= hashed
+    def _leave_batch(self, victim: Sequence, scheduled: int) -> int:
+        self.batch.remove(victim)
+        # The last token, if it was in this step and the next need not be known; nothing that was only drafted.
+        return int(scheduled > 0 and not self._unnamed)
 
     def _plan(self, plan: IterationPlan, done: dict[Sequence, int]) -> None:
         partials, drafts = self.partials, plan.drafts
