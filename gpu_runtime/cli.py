@@ -260,6 +260,11 @@ def decoder_for(scenario: Scenario, options: "LiveOptions") -> "tuple[Scenario, 
         raise UserError(
             f"--quantization {scenario.quantization}: the live runtime computes with weights as they are; leave it out"
         )
+    if scenario.sparse_attention is not None:
+        raise UserError(
+            f"--sparse-attention {scenario.sparse_attention}: the live runtime attends to the whole context; leave it "
+            "out, or simulate"
+        )
     if scenario.dtype == "auto":
         scenario = replace(scenario, dtype=default_dtype(options.device))
     stored_dtype(scenario.kv_cache_dtype, DTYPES[scenario.dtype], options.device)

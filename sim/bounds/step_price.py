@@ -77,7 +77,7 @@ def _linear(cost: LinearCost) -> LinearPrice:
     window = cost.window_share
     # Chunks of one token have the least squares. With a prompt beside them decodes pay p0 + p1, not d0.
     token_s = cost.p1 + cost.p2
-    context_s = cost.d2 * (1.0 - window)
+    context_s = cost.d2 * cost.context_share
     fixed_s = base_s + min(cost.d0, cost.p0)
     return LinearPrice(token_s, sequence_s, cost.d1 + sequence_s, context_s, 0.0, cost.d2 * window, fixed_s)
 

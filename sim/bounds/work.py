@@ -120,8 +120,8 @@ def _attention_s(cached: Ints, new: Ints, cost: CostModel) -> Floats:
     for layers in cost.kv.layers:
         if layers.last_token_only:
             pairs += layers.num_layers * (cached + new)
-        elif layers.window is not None:
-            pairs += layers.num_layers * (_window_to(cached + new, layers.window) - _window_to(cached, layers.window))
+        elif (window := layers.prompt_window) is not None:
+            pairs += layers.num_layers * (_window_to(cached + new, window) - _window_to(cached, window))
         else:
             pairs += layers.num_layers * (_sum_to(cached + new) - _sum_to(cached))
     return cost.attention_s_per_pair / cost.attention_layers * pairs

@@ -56,13 +56,16 @@ class LinearCost(CostModel):
         self.d0, self.d1, self.d2 = decode
         self.prelude_base_s = self.prelude_s_per_token = 0.0
         """What of these passes before the GPU begins: for an iteration, for each token of its prompts and contexts."""
-        # Of a context token's seconds, the share of the layers that read a window only.
-        self.window_share = model.kv_format().num_window_readers / model.num_layers if model else 0.0
+        # Of a context token's seconds: of the layers that read a window, and of what is read beside windows.
+        kv, layers = (model.kv_format(), model.num_attention_layers) if model else (None, 1)
+        self.window_share = kv.num_window_readers / layers if kv else 0.0
+        self.context_share = kv.context_reads / layers if kv else 1.0
 
     def iteration_s(self, plan: IterationPlan) -> float:
-        context_tokens = float(plan.decode_context_tokens)
-        if plan.decode_window is not None:
-            context_tokens += self.window_share * (plan.decode_window.tokens - context_tokens)
+        context_tokens = self.context_share * plan.decode_context_tokens
+        window = plan.decode_window
+        # Where nothing says what is in the windows, as if they held everything.
+        context_tokens += self.window_share * (plan.decode_context_tokens if window is None else window.tokens)
         num_decodes = plan.num_decodes + plan.num_single_chunks
         decode = self.d1 * num_decodes + self.d2 * context_tokens
         if plan.prefill_tokens:
@@ -75,14 +78,13 @@ class LinearCost(CostModel):
     def decode_run(
         self, num_decodes: int, context_tokens: int, window: WindowTokens | None = None, longest_tokens: int = 0
     ) -> tuple[float, float]:
-        read, growing = float(context_tokens), float(num_decodes)
-        if window is not None:
-            read += self.window_share * (window.tokens - context_tokens)
-            growing += self.window_share * (window.num_growing - num_decodes)
+        within, growing = (context_tokens, num_decodes) if window is None else window
+        read = self.context_share * context_tokens + self.window_share * within
+        growing = self.context_share * num_decodes + self.window_share * growing
         return self.d0 + self.d1 * num_decodes + self.d2 * read, self.d2 * growing
 
     def unread_s(self, num_tokens: int) -> float:
-        return self.d2 * (1.0 - self.window_share) * num_tokens
+        return self.d2 * self.context_share * num_tokens
 
     def prefill_s(self, prompt_tokens: int) -> float:
         return self.p0 + self.p1 * prompt_tokens + self.p2 * prompt_tokens * prompt_tokens

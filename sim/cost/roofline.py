@@ -197,20 +197,20 @@ class RooflineCost(CostModel):
         elif not timed:
             compute_s += kv.dequantize_ops_per_token_read / (VECTOR_SHARE * profile.value("flops_per_s"))
 
-        def read_s(layers: int) -> float:
+        def read_s(layers: float) -> float:
             seconds = kv.token_layer_bytes * layers / bandwidth
             return ridge(compute_s * layers, seconds, self.exponent) if compute_s and layers else seconds
 
-        self.full_s_per_token, self.window_s_per_token = read_s(kv.num_full_readers), read_s(kv.num_window_readers)
+        self.full_s_per_token, self.window_s_per_token = read_s(kv.context_reads), read_s(kv.num_window_readers)
         # What several decodes read together is read once and computed for each. Windows are not shared.
-        full_share = kv.num_full_readers / self.attention_layers
-        computed_s = max(self.attention_s_per_pair * full_share, compute_s * kv.num_full_readers)
+        full_share = kv.context_reads / self.attention_layers
+        computed_s = max(self.attention_s_per_pair * full_share, compute_s * kv.context_reads)
         self.unread_s_per_token = max(0.0, self.full_s_per_token - computed_s)
         # Where nothing says what is in the windows, as if they held everything.
         self.decode_s_per_context_token = self.full_s_per_token + self.window_s_per_token
         padding = self.latents.padding_tokens if self.latents else profile.value(f"{kind}_padding_tokens")
         self.kv_padding_s = padding * self.decode_s_per_context_token
-        self.is_uniform = kv.window is None and not self.last_token_share
+        self.is_uniform = kv.is_dense and not self.last_token_share
 
     def _set_tiles(self, model: ModelSpec, hardware: HardwareSpec, profile: Profile, tp: int) -> None:
         """What the kernel that does prompts and decodes together rounds up; no tile where layers differ in their KV."""
@@ -307,8 +307,8 @@ class RooflineCost(CostModel):
         for layers in self.kv.layers:
             if layers.last_token_only:
                 pairs += layers.num_layers * (cached + num_new) * is_sampled
-            elif layers.window is not None:
-                pairs += layers.num_layers * window_pairs(cached, num_new, layers.window)
+            elif layers.prompt_window is not None:
+                pairs += layers.num_layers * window_pairs(cached, num_new, layers.prompt_window)
             else:
                 pairs += layers.num_layers * (num_new * cached + num_new * (num_new + 1) // 2)
         return self.attention_s_per_pair / self.attention_layers * pairs

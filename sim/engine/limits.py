@@ -22,6 +22,7 @@ class WindowLimits(msgspec.Struct, frozen=True):
         num_window: groups of layers that keep a window, in a ring of blocks.
         blocks: of a full ring; None: memory keeps everything for every layer, and there are no groups.
         window_first: the model's first layer has the window.
+        chosen: memory keeps tokens that are chosen, not the latest ones: rings whatever the manager, no prefixes.
     """
 
     tokens: int
@@ -29,6 +30,7 @@ class WindowLimits(msgspec.Struct, frozen=True):
     num_window: int = 0
     blocks: int | None = None
     window_first: bool = False
+    chosen: bool = False
 
 
 class StateLimits(msgspec.Struct, frozen=True):

@@ -51,6 +51,15 @@ class WindowedMemory(PagedMemory):
     def place(self, seq: Sequence, num_tokens: int) -> None:
         self.take(seq, num_tokens)
 
+    def blocks_missing(self, seq: Sequence, num_tokens: int) -> int:
+        return self.blocks_holding(num_tokens) - self.held_blocks(seq)
+
+    def take_chunk(self, seq: Sequence, num_tokens: int) -> None:
+        blocks = -(-num_tokens // self.block_size)
+        if blocks > seq.num_blocks:
+            self.gpu.allocate(self.blocks_missing(seq, num_tokens))
+            seq.num_blocks = blocks
+
     def decode_blocks(self) -> int:
         return self._needed(1)
 

@@ -136,6 +136,10 @@ class Scenario:
     kv_cache_dtype: Literal["auto", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2", "int8", "int4"] = _flag(
         "auto", "of the KV cache (auto: the model's); int8 and int4 have a scale and a zero point per 64 elements"
     )
+    sparse_attention: str | None = _flag(
+        None, "attend to a part of the context: streaming-llm:window=N, h2o:budget=N, quest:budget=N or "
+        "double-sparsity, further options behind commas", "METHOD:...", sparse=True,
+    )  # fmt: skip
     gpu: str = _flag("a100-80g", "GPU name", "G")
     tp: int = _count(1, "GPUs in the tensor-parallel group", unit="GPUs", alias="tensor_parallel_size")
     pipeline_parallel_size: int | None = _count(

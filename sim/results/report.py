@@ -198,7 +198,8 @@ def deployment(result: Result) -> str:
     gpus += " with expert parallelism" if scenario.enable_expert_parallel else ""
     weights = f" in {scenario.quantization}" if scenario.quantization else ""
     kv = f", KV in {scenario.kv_cache_dtype}," if scenario.kv_cache_dtype != "auto" else ""
-    return f"{result.model_id}{weights}{kv} on {cluster_text(result)}{gpus}, {traffic(scenario)}"
+    sparse = f", attention by {scenario.sparse_attention}," if scenario.sparse_attention else ""
+    return f"{result.model_id}{weights}{kv}{sparse} on {cluster_text(result)}{gpus}, {traffic(scenario)}"
 
 
 def cluster_text(result: Result) -> str:

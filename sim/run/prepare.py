@@ -1,6 +1,6 @@
 """From a scenario to a `Setup` for one policy: names looked up, pools sized, limits checked against each other."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -22,6 +22,7 @@ from sim.specs.hardware import HardwareSpec, load_hardware
 from sim.specs.kv_format import KVGroups, hybrid_groups, kv_dtype, like_groups
 from sim.specs.memory import LEAST_FLASHINFER_CAPABILITY, kv_cache_blocks, state_block_size
 from sim.specs.models import ModelSpec, load_model
+from sim.specs.sparse_attention import SparseAttention, parse_sparse_attention, with_sparse_attention
 from sim.systems.base import Asked, EngineLimits, Policy
 from sim.systems.builder import STORED, options_among
 from sim.topology import DEFAULT_ROUTER, parse_weights
@@ -117,7 +118,15 @@ def _prepare(asked_for: Scenario, scenario: Scenario, label: str, policy: Policy
     scenario = _with_told(scenario, policy)
     hardware = load_hardware(scenario.gpu)
     profile = profile_named(scenario.profile, hardware)
-    model = _model(scenario, hardware, profile, warnings)
+    model, sparse = _model(scenario, hardware, profile, warnings), None
+    if scenario.sparse_attention is not None:
+        sparse = parse_sparse_attention(scenario.sparse_attention)
+        model = with_sparse_attention(model, sparse)
+        _check_sparse(sparse, scenario, profile, policy)
+        warnings.append(
+            f"--sparse-attention {sparse.name}: memory and time alone; what it does to answers is not simulated, and "
+            "choosing tokens is not priced"
+        )
     max_model_len = scenario.max_model_len or model.max_position_embeddings
     if max_model_len > model.max_position_embeddings:
         warnings.append(
@@ -132,6 +141,11 @@ def _prepare(asked_for: Scenario, scenario: Scenario, label: str, policy: Policy
         hardware.memory_bytes,
     )
     engine = policy.engine_limits(asked)
+    if sparse is not None and sparse.needs_whole_prompts and engine.enable_chunked_prefill:
+        raise UserError(
+            f"--sparse-attention {sparse.name}: chooses what it keeps of a prompt as a whole, and {label} splits "
+            "prompts; give --no-enable-chunked-prefill with a policy that computes them whole (vllm-recompute)"
+        )
     warnings += engine.warnings
     warnings += idle_options((policy, *policy.mixed_options))
     warnings += _other_slos(policy, Goodput.parse(scenario.goodput))
@@ -150,6 +164,27 @@ def _prepare(asked_for: Scenario, scenario: Scenario, label: str, policy: Policy
         asked_for, policy, label, model, hardware, profile, limits, cost, engine_profile, scenario.tp, role,
         pp=pp, experts=experts, warnings=warnings,
     )  # fmt: skip
+
+
+def _check_sparse(sparse: SparseAttention, scenario: Scenario, profile: Profile, policy: Policy) -> None:
+    """UserError where prices do not know what is read, or memory cannot forget what is not."""
+    form = scenario.cost_form or profile.form
+    if form in ("paper", "table"):
+        raise UserError(
+            f"--sparse-attention {sparse.name}: prices of form {form} are those of the whole context; take a profile "
+            "of form roofline, or --cost-form roofline"
+        )
+    names = policy.names
+    if sparse.forgets and not _has_rings(names):
+        raise UserError(
+            f"--sparse-attention {sparse.name}: memory={names['memory']} with eviction={names['eviction']} keeps the "
+            "whole context; take vllm-recompute, vllm-swap, sarathi, fastgen or vllm-v1"
+        )
+
+
+def _has_rings(names: Mapping[str, str]) -> bool:
+    """Whether memory can keep a window: it is paged, and whole sequences are evicted."""
+    return names["memory"] == "paged" and names["eviction"] in ("recompute", "swap")
 
 
 def _cost(
@@ -469,15 +504,15 @@ def _window(
     kv = model.kv_format(scenario.tp)
     if kv.window is None:
         return None, None
-    has_rings = policy.names["memory"] == "paged" and policy.names["eviction"] in ("recompute", "swap")
+    has_rings = _has_rings(policy.names) and kv.num_window_stored > 0
     if kv.num_full_stored and scenario.disable_hybrid_kv_cache_manager:
         has_rings = False
     if not has_rings:
         return None, WindowLimits(kv.window)
     groups = hybrid_groups(kv)
     blocks = -(-kv.window // block_size)
-    window_first = kv.layers[0].window is not None
-    return groups, WindowLimits(kv.window, groups.num_full, groups.num_window, blocks, window_first)
+    window_first, chosen = kv.layers[0].window is not None, scenario.sparse_attention is not None
+    return groups, WindowLimits(kv.window, groups.num_full, groups.num_window, blocks, window_first, chosen)
 
 
 def _states(
@@ -502,7 +537,17 @@ def _prefix_caching(
 ) -> bool:
     """Whether prefixes are cached; UserError where that was asked for and cannot be."""
     cached = policy.prefix_caching(scenario.enable_prefix_caching)
-    if not cached or window is None or window.blocks is None or policy.has_hybrid_manager:
+    if not cached or window is None or window.blocks is None:
+        return cached
+    if window.chosen:
+        if scenario.enable_prefix_caching:
+            raise UserError(
+                f"--enable-prefix-caching: of a prompt --sparse-attention {scenario.sparse_attention} keeps a part "
+                "that depends on what follows; leave it out"
+            )
+        warnings.append("prefixes are not cached: what is kept of a prompt depends on what follows")
+        return False
+    if policy.has_hybrid_manager:
         return cached
     remedy = "--policy vllm-v1 caches those"
     if window.num_full:

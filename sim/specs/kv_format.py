@@ -1,7 +1,8 @@
 """`KVFormat`: what a model keeps of a token at a position, what a decode reads of it and what a copy moves.
 
 Position, tokens stored, tokens read and tokens copied are four things. For each class of like layers the last three are
-capped-linear functions of the first, min(position, window); layers that share their KV read it and store none. Sources:
+capped-linear functions of the first: a share of it, and min(position, window). Layers that share their KV read it and
+store none; sparse attention (`sim.specs.sparse_attention`) reads less than is stored. Sources:
 
 - windows: Mistral 7B (Jiang et al. 2023), Gemma 2 and 3 (2024, 2025), Qwen2's `max_window_layers`;
 - CLA, layers in a row share KV: Brandon et al. 2024; MLKV, KV heads shared across layers: Zuhri et al. 2024;
@@ -79,14 +80,37 @@ class KVLayers(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         num_layers: layers that attend.
         num_stored: those of them with KV of their own; the others read theirs.
-        window: most tokens that they attend to, the query's own included; None: all.
+        window: most tokens that they attend to, the query's own included; None: `share` of all.
         last_token_only: a prompt runs through these layers with its last token only (YOCO's cross-decoder).
+        share: of the context's tokens, those that a decode attends to where there is no window.
+        index_share: of each token's KV, what is stored beside it and read by every decode, to find which to attend to.
+        keeps_all: memory keeps the whole context though a window of it is attended to.
+        prompts_see_all: the window is decodes' alone.
     """
 
     num_layers: int
     num_stored: int
     window: int | None = None
     last_token_only: bool = False
+    share: float = 1.0
+    index_share: float = 0.0
+    keeps_all: bool = False
+    prompts_see_all: bool = False
+
+    @property
+    def prompt_window(self) -> int | None:
+        """Most tokens that a token of a prompt attends to, itself included; None: all."""
+        return None if self.prompts_see_all else self.window
+
+    @property
+    def context_share(self) -> float:
+        """What a decode reads of each token of its context, beside those within the window."""
+        return self.index_share + (self.share if self.window is None else 0.0)
+
+    @property
+    def keeps_window(self) -> bool:
+        """Whether memory forgets what is beyond the window."""
+        return self.window is not None and not self.keeps_all
 
 
 class KVFormat(msgspec.Struct, frozen=True):
@@ -120,14 +144,24 @@ class KVFormat(msgspec.Struct, frozen=True):
         return sum(layers.num_layers for layers in self.layers if layers.window is not None)
 
     @property
+    def context_reads(self) -> float:
+        """Layers' worth of KV that a decode reads of each token of its context, windows left out."""
+        return sum(layers.num_layers * layers.context_share for layers in self.layers)
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether every layer reads the whole context, once."""
+        return self.window is None and all(layers.context_share == 1.0 for layers in self.layers)
+
+    @property
     def num_full_stored(self) -> int:
         """Layers that keep the KV of the whole context."""
-        return sum(layers.num_stored for layers in self.layers if layers.window is None)
+        return sum(layers.num_stored for layers in self.layers if not layers.keeps_window)
 
     @property
     def num_window_stored(self) -> int:
         """Layers that keep the KV of a window."""
-        return sum(layers.num_stored for layers in self.layers if layers.window is not None)
+        return sum(layers.num_stored for layers in self.layers if layers.keeps_window)
 
 
 def window_pairs(cached: int, num_new: int, window: int) -> int:

@@ -39,14 +39,19 @@ def is_sglang(options: Mapping[str, Any]) -> bool:
 
 
 def serves(options: Mapping[str, Any]) -> bool:
-    """Whether there is a server of today with that policy."""
-    return _policy(options).partition(":")[0] in ("vllm-v1", "sglang", "radix")
+    """Whether there is a server of today with that policy, and which attends as asked."""
+    return _policy(options).partition(":")[0] in ("vllm-v1", "sglang", "radix") and not _sparse(options)
+
+
+def _sparse(options: Mapping[str, Any]) -> str:
+    method = options.get("sparse_attention")
+    return f" with --sparse-attention {method}" if method else ""
 
 
 def serve_commands(options: Mapping[str, Any]) -> list[str]:
     """The commands that start the deployment on one machine, comments among them."""
     if not serves(options):
-        return [f"# no server of today runs {_policy(options)}: it is a paper's, or a mix"]
+        return [f"# no server of today runs {_policy(options)}{_sparse(options)}: it is a paper's, or a mix"]
     if "prefill_replicas" in options:
         return _pools(options)
     count, tp = options.get("replicas") or 1, options.get("tp", 1)

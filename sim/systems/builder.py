@@ -80,10 +80,11 @@ class Builder:
             raise UserError(f"{asked}: {self.deployment.model.name} has layers that keep a window only{remedy}")
 
     def refuse_unlike_layers(self) -> None:
-        """UserError for models whose layers share their KV or keep a window."""
-        model = self.deployment.model
-        if model.num_stored_layers < model.num_layers or self.limits.window is not None:
-            raise UserError(f"memory={self.names['memory']}: layers of {model.name} share their KV or keep a window")
+        """UserError for models whose layers share their KV or attend to a part of the context."""
+        model, is_windowed = self.deployment.model, self.limits.window is not None
+        if model.num_stored_layers < model.num_layers or is_windowed or not model.kv_format().is_dense:
+            what = f"layers of {model.name} share their KV or attend to a part of the context"
+            raise UserError(f"memory={self.names['memory']}: {what}")
 
 
 def build_parts(b: Builder) -> "Parts":

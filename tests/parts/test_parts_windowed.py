@@ -331,8 +331,8 @@ def test_latent_decodes_by_hand() -> None:
 @pytest.mark.parametrize(
     ("policy", "given", "told"),
     [
-        ("hcache", {}, "memory=saved-states: layers of {} share their KV or keep a window"),
-        ("kvpr", {}, "memory=hosted-layers: layers of {} share their KV or keep a window"),
+        ("hcache", {}, "memory=saved-states: layers of {} share their KV or attend to a part of the context"),
+        ("kvpr", {}, "memory=hosted-layers: layers of {} share their KV or attend to a part of the context"),
         ("vllm-v1", {"kv_offloading_size": 4.0},
          "--kv-offloading-size: {} has layers that keep a window only; --disable-hybrid-kv-cache-manager keeps whole "
          "prefixes"),

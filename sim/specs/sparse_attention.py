@@ -1,0 +1,178 @@
+"""Attention to a part of the context (`--sparse-attention METHOD:option=value,...`): what is read of it, and kept.
+
+A method makes classes of layers (`KVLayers`) of a model whose layers are alike; memory, prices and jumps follow from
+these. Memory that forgets (StreamingLLM, H2O) holds as much as is read. Memory that keeps everything (Quest, Double
+Sparsity) gains bandwidth alone, and has an index beside the KV. Sources:
+
+- StreamingLLM: Xiao et al., "Efficient Streaming Language Models with Attention Sinks", ICLR 2024 (arXiv 2309.17453);
+- H2O: Zhang et al., "H2O: Heavy-Hitter Oracle for Efficient Generative Inference ...", NeurIPS 2023 (arXiv 2306.14048);
+- Quest: Tang et al., "Quest: Query-Aware Sparsity for Efficient Long-Context LLM Inference", ICML 2024 (2406.10774);
+- Double Sparsity: Yang et al., "Post-Training Sparse Attention with Double Sparsity", 2024 (arXiv 2408.07092).
+
+Not simulated: what it does to answers. Not priced: choosing the tokens (top-k, H2O's sums of scores), and reading them
+where they do not lie together. Every KV head reads as many tokens, whatever query heads share it.
+"""
+
+from dataclasses import MISSING, dataclass, field, fields
+from typing import Any, ClassVar
+
+import msgspec
+
+from sim.errors import UserError
+from sim.specs.kv_format import KVLayers
+from sim.specs.model_spec import ModelSpec
+
+MOST_TOKENS = 1 << 24
+"""Of a budget."""
+
+
+def _tokens(help: str, default: Any = MISSING) -> Any:  # noqa: ANN401
+    return field(default=default, metadata={"help": help, "least": 1})
+
+
+@dataclass(frozen=True, kw_only=True)
+class SparseAttention:
+    """What a method can be told.
+
+    Attributes:
+        forgets: memory holds no more than is read.
+        needs_whole_prompts: what is kept is chosen when a prompt has been computed as a whole.
+    """
+
+    name: ClassVar[str]
+    forgets: ClassVar[bool] = False
+    needs_whole_prompts: ClassVar[bool] = False
+
+    def layers(self, model: ModelSpec) -> tuple[KVLayers, ...]:
+        """The classes of the model's layers."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, kw_only=True)
+class StreamingLLM(SparseAttention):
+    """The first tokens and the last ones, for prompts as for decodes; reads and holds min(c, sinks + window)."""
+
+    name: ClassVar[str] = "streaming-llm"
+    forgets: ClassVar[bool] = True
+    window: int = _tokens("last tokens, the query's own included")
+    sinks: int = _tokens("first tokens", 4)
+
+    def layers(self, model: ModelSpec) -> tuple[KVLayers, ...]:
+        n = model.num_layers
+        return (KVLayers(num_layers=n, num_stored=n, window=self.sinks + self.window),)
+
+
+@dataclass(frozen=True, kw_only=True)
+class H2O(SparseAttention):
+    """Heavy hitters and the last tokens: reads and holds min(c, budget). Prompts attend to all.
+
+    Assumed: a number of tokens, where the paper's budget is a share of the prompt. The KV that a prompt gives up is one
+    layer's at a time and counts as activations.
+    """
+
+    name: ClassVar[str] = "h2o"
+    forgets: ClassVar[bool] = True
+    needs_whole_prompts: ClassVar[bool] = True
+    budget: int = _tokens("tokens kept, heavy hitters and recent ones together")
+
+    def layers(self, model: ModelSpec) -> tuple[KVLayers, ...]:
+        n = model.num_layers
+        return (KVLayers(num_layers=n, num_stored=n, window=self.budget, prompts_see_all=True),)
+
+
+def _selected(model: ModelSpec, dense_layers: int, chosen: KVLayers) -> tuple[KVLayers, ...]:
+    """`dense_layers` layers that read all, and the others like `chosen`."""
+    if dense_layers >= model.num_layers:
+        raise UserError(
+            f"--sparse-attention: dense-layers={dense_layers} are all {model.num_layers} layers of {model.name}: "
+            "give fewer"
+        )
+    n = model.num_layers - dense_layers
+    sparse = msgspec.structs.replace(chosen, num_layers=n, num_stored=n, keeps_all=True, prompts_see_all=True)
+    return (*([KVLayers(num_layers=dense_layers, num_stored=dense_layers)] if dense_layers else []), sparse)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Quest(SparseAttention):
+    """The pages whose keys' bounds say that they may matter: reads min(c, budget), and a minimum and a maximum a page.
+
+    These two are as many bytes as a token's key and value: c / page tokens more. Assumed: bounds are read below the
+    budget as well, where Quest skips them.
+    """
+
+    name: ClassVar[str] = "quest"
+    budget: int = _tokens("tokens attended to")
+    page: int = _tokens("tokens of a page", 16)
+    dense_layers: int = field(default=2, metadata={"help": "first layers that attend to all", "least": 0})
+
+    def layers(self, model: ModelSpec) -> tuple[KVLayers, ...]:
+        return _selected(
+            model,
+            self.dense_layers,
+            KVLayers(num_layers=1, num_stored=1, window=self.budget, index_share=1 / self.page),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DoubleSparsity(SparseAttention):
+    """A share of the tokens, found by some channels of their keys (labels): reads c (share + labels)."""
+
+    name: ClassVar[str] = "double-sparsity"
+    share: float = field(default=1 / 16, metadata={"help": "of the tokens, those attended to", "least": 0})
+    channels: float = field(default=1 / 16, metadata={"help": "of a key's channels, those in its label", "least": 0})
+    label_bits: int = _tokens("of an element of a label", 4)
+    dense_layers: int = field(default=0, metadata={"help": "first layers that attend to all", "least": 0})
+
+    def layers(self, model: ModelSpec) -> tuple[KVLayers, ...]:
+        # Keys are half of KV.
+        labels = self.channels / 2 * self.label_bits / (8 * model.kv_dtype_bytes)
+        return _selected(
+            model, self.dense_layers, KVLayers(num_layers=1, num_stored=1, share=self.share, index_share=labels)
+        )
+
+
+METHODS: dict[str, type[SparseAttention]] = {
+    method.name: method for method in (StreamingLLM, H2O, Quest, DoubleSparsity)
+}
+
+
+def parse_sparse_attention(text: str) -> SparseAttention:
+    """The method of `NAME:option=value,...`. UserError where there is none such, or an option is wrong or missing."""
+    name, _, rest = text.partition(":")
+    where = f"--sparse-attention {text}"
+    if name not in METHODS:
+        raise UserError(f"{where}: {name!r} is no method; give one of {', '.join(METHODS)}")
+    known = {f.name.replace("_", "-"): f for f in fields(METHODS[name])}
+    values: dict[str, Any] = {}
+    for part in filter(None, rest.split(",")):
+        option, _, value = part.partition("=")
+        if option not in known:
+            raise UserError(f"{where}: {name} has no option {option!r}; it has {', '.join(known)}")
+        values[known[option].name] = _value(where, option, value, known[option].type, known[option].metadata["least"])
+    for option, f in known.items():
+        if f.default is MISSING and f.name not in values:
+            raise UserError(f"{where}: {name} needs {option}=N ({f.metadata['help']}): give it")
+    return METHODS[name](**values)
+
+
+def _value(where: str, option: str, value: str, kind: Any, least: int) -> float:  # noqa: ANN401
+    try:
+        number = int(value) if kind is int else float(value)
+    except ValueError:
+        number = -1
+    if kind is float and not 0.0 < number <= 1.0:
+        raise UserError(f"{where}: {option}={value} is not above 0 and at most 1; give another")
+    if kind is int and not least <= number <= MOST_TOKENS:
+        raise UserError(f"{where}: {option}={value} is no whole number from {least} to {MOST_TOKENS}; give one")
+    return number
+
+
+def with_sparse_attention(model: ModelSpec, method: SparseAttention) -> ModelSpec:
+    """The same model, attending to a part of the context. UserError where its layers are not alike or keep no KV."""
+    if model.kv_layers or model.mla or model.gdn:
+        what = "latents" if model.mla else "a state" if model.gdn else "a window, or share KV"
+        raise UserError(
+            f"--sparse-attention {method.name}: layers of {model.name} keep {what}, of which nothing is selected here: "
+            "leave it out, or take a model whose layers all keep keys and values"
+        )
+    return msgspec.structs.replace(model, kv_layers=method.layers(model))

@@ -1,0 +1,183 @@
+"""Attention to a part of the context: what is read and kept by hand, prices and pools of it, and what is refused."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvtwin.testing.conformance import Workload, check, limits_of, rows
+from kvtwin.testing.engines import Machine, linear_machine, requests, tiny_model
+from sim.bounds.work import least_work
+from sim.cost.forms import LinearCost
+from sim.cost.roofline import RooflineCost
+from sim.engine.limits import WindowLimits
+from sim.engine.plan import WindowTokens
+from sim.errors import UserError
+from sim.options.policies import parse_policy
+from sim.options.scenario import build_scenario
+from sim.run.prepare import Setup, prepare
+from sim.run.simulate import build_run
+from sim.specs.models import load_model
+from sim.specs.sparse_attention import parse_sparse_attention, with_sparse_attention
+from sim.study.serve_commands import serve_commands
+
+LLAMA = load_model("llama-2-7b")
+LAYER_BYTES = 16_384
+"""Of Llama-2-7B, a token and layer: 2 x 32 heads x 128 elements x 2 bytes."""
+KEPT = ("quest:budget=40", "quest:budget=7,page=4,dense-layers=0", "double-sparsity")
+FORGOTTEN = ("streaming-llm:window=40,sinks=1", "h2o:budget=24")
+
+
+def setup(method: str, policy: str = "vllm-recompute", **options) -> Setup:
+    values = {"workload": "sharegpt", "model": "llama-2-7b", "sparse_attention": method} | options
+    return prepare(build_scenario(values), policy, parse_policy(policy, {})[1])
+
+
+def tokens_read(method: str, context: int) -> float:
+    """By a decode in all layers, over the model's layers."""
+    kv = with_sparse_attention(LLAMA, parse_sparse_attention(method)).kv_format()
+    return (kv.context_reads * context + kv.num_window_readers * min(context, kv.window or 0)) / LLAMA.num_layers
+
+
+@pytest.mark.parametrize(
+    ("method", "context", "expected"),
+    [
+        # Section 3.3 of the paper: 64K tokens in pages of 16, of which 4K tokens are read: an eighth.
+        ("quest:budget=4096,dense-layers=0", 65_536, 65_536 / 8),
+        # Two of 32 layers read all.
+        ("quest:budget=4096", 65_536, (2 * 65_536 + 30 * 8192) / 32),
+        ("quest:budget=4096,dense-layers=0", 1600, 1700),
+        ("streaming-llm:window=2044", 2000, 2000),
+        ("streaming-llm:window=2044", 1_000_000, 2048),
+        ("h2o:budget=512", 4096, 512),
+        # A sixteenth of the tokens; labels of a sixteenth of the keys' channels, in 4 of 16 bits: 1/128.
+        ("double-sparsity", 12_800, 800 + 100),
+        ("double-sparsity:share=0.25,channels=0.5,label-bits=16", 1000, 250 + 250),
+    ],
+)
+def test_tokens_read_of_a_context(method, context, expected):
+    assert tokens_read(method, context) == pytest.approx(expected)
+
+
+def test_memory_that_forgets_is_smaller_and_memory_with_an_index_larger():
+    """A block of 16 tokens and 32 layers is 8 MiB; one more token a page of 16 for 30 of the layers."""
+    assert setup("quest:budget=512").limits.block_bytes == 16 * LAYER_BYTES * (32 + 30 / 16)
+    assert setup("quest:budget=512").limits.window == WindowLimits(512)
+    assert setup("double-sparsity").limits.block_bytes == 16 * LAYER_BYTES * 32 * (1 + 1 / 128)
+    assert setup("double-sparsity").limits.window is None
+    for policy in ("vllm-recompute", "vllm-v1"):
+        limits = setup("streaming-llm:window=100", policy).limits
+        assert limits.block_bytes == 16 * LAYER_BYTES * 32
+        # 104 tokens are 7 blocks.
+        assert limits.window == WindowLimits(104, 0, 1, 7, window_first=True, chosen=True)
+        assert not limits.enable_prefix_caching
+    assert setup("quest:budget=512", "vllm-v1").limits.enable_prefix_caching
+
+
+def test_decodes_pay_for_what_they_read():
+    """Of 8 decodes with 1,000 tokens, of which 700 are within budgets of 100 and 3 grow below them."""
+    kv_bytes_per_s = setup("double-sparsity").profile.value("kv_bytes_per_s")
+    token_s = 32 * LAYER_BYTES / kv_bytes_per_s
+    for dense in (0, 2):
+        cost = setup(f"quest:budget=100,dense-layers={dense}").cost
+        first_s, slope_s = cost.decode_run(8, 1000, WindowTokens(700, 3))
+        share, within = (dense + (32 - dense) / 16) / 32, (32 - dense) / 32
+        assert slope_s == pytest.approx(token_s * (8 * share + 3 * within))
+        base_s = cost.decode_run(8, 0, WindowTokens(0, 0))[0]
+        assert first_s - base_s == pytest.approx(token_s * (1000 * share + 700 * within))
+    assert setup("double-sparsity").cost.decode_run(8, 1000)[1] == pytest.approx(8 * token_s * (1 / 16 + 1 / 128))
+
+
+def test_linear_prices_know_what_is_read():
+    """Seconds a token of all four layers: a quarter of the context in each, and the window in all."""
+    model = with_sparse_attention(tiny_model(4), parse_sparse_attention("quest:budget=9,page=4,dense-layers=0"))
+    cost = LinearCost((0, 0, 0), (0, 0, 8e-6), 1e-3, 1.0, model=model)
+    assert cost.decode_run(2, 100, WindowTokens(18, 1)) == pytest.approx((8e-6 * (25 + 18), 8e-6 * (0.5 + 1)))
+    assert cost.unread_s(100) == pytest.approx(8e-6 * 25)
+
+
+@pytest.mark.parametrize(
+    ("method", "pairs"),
+    # Of 100 tokens: all 5,050 pairs, or 1 + ... + 20, then 20 each.
+    [("quest:budget=20", 5050), ("h2o:budget=20", 5050), ("streaming-llm:window=16", 210 + 80 * 20)],
+)
+def test_prompts_pay_for_the_pairs_that_they_see_and_bounds_count_as_many(method, pairs):
+    cost = setup(method).cost
+    assert isinstance(cost, RooflineCost)
+    seconds = cost.attention_s_per_pair * pairs
+    assert cost._attention_s(0, 100, is_sampled=True) == pytest.approx(seconds)
+    work, _ = least_work(requests((0.0, 100, 1)), setup(method).limits, cost)
+    assert work.attention_s[0] == pytest.approx(seconds)
+
+
+@st.composite
+def workloads(draw: st.DrawFn, policy: str, methods: tuple[str, ...]) -> Workload:
+    """Pools and linear prices as a run has them, of a model of four layers."""
+    options = {"num_gpu_blocks_override": draw(st.integers(12, 60)), "max_model_len": 256, "swap_space": 1.0}
+    found = setup(draw(st.sampled_from(methods)), policy, **options)
+    seqs = draw(st.sampled_from([1, 3, 8]))
+    limit = replace(found.limits, num_cpu_blocks=draw(st.sampled_from([3, 1000])))
+    limit = limits_of(found.policy, limit, seqs, draw(st.sampled_from([None, max(seqs, 24)])))
+    plain = linear_machine(limit.block_bytes)
+    decode = draw(st.sampled_from([(0.02, 2e-5, 6e-7), (0.02, 2e-5, 2e-5)]))
+    cost = draw(
+        st.sampled_from([found.cost, LinearCost((5e-3, 4e-5, 0), decode, 3e-4, limit.block_bytes, model=found.model)])
+    )
+    now_s, arrivals = 0.0, []
+    for gap_s, prompt, output in draw(rows):
+        now_s += gap_s
+        arrivals.append((now_s, prompt, output))
+    return Workload(requests(*arrivals), limit, Machine(found.model, cost, plain.profile, plain.hardware))
+
+
+@pytest.mark.parametrize("policy", ["vllm-recompute", "vllm-swap", "vllm-v1", "fastserve", "adaptive"])
+def test_memory_that_keeps_all_keeps_to_what_every_system_must(policy):
+    """Jumped runs equal stepped ones, whether a decode reads a share or up to a budget."""
+    check(parse_policy(policy, {})[1], examples=15, among=workloads(policy, KEPT))
+
+
+@pytest.mark.parametrize("policy", ["vllm-recompute", "vllm-swap"])
+def test_memory_that_forgets_keeps_to_it_too(policy):
+    check(parse_policy(policy, {})[1], examples=20, among=workloads(policy, FORGOTTEN))
+
+
+@pytest.mark.parametrize("policy", ["vllm-v1", "sarathi"])
+def test_so_it_does_where_prompts_are_split(policy):
+    check(parse_policy(policy, {})[1], examples=20, among=workloads(policy, FORGOTTEN[:1]))
+
+
+@given(st.sampled_from([*KEPT, *FORGOTTEN]), st.integers(1, 2000))
+def test_no_method_reads_more_than_its_index_beside_the_context(method, context):
+    kv = with_sparse_attention(LLAMA, parse_sparse_attention(method)).kv_format()
+    most = 1 + max(layers.index_share for layers in kv.layers)
+    assert 0 < tokens_read(method, context) <= most * context + 1e-9
+
+
+@pytest.mark.parametrize(
+    ("method", "policy", "options", "told"),
+    [
+        ("snapkv:budget=9", "vllm-v1", {}, "'snapkv' is no method; give one of streaming-llm, h2o, quest"),
+        ("quest", "vllm-v1", {}, r"quest needs budget=N \(tokens attended to\): give it"),
+        ("quest:budgte=9", "vllm-v1", {}, "has no option 'budgte'; it has budget, page, dense-layers"),
+        ("quest:budget=0", "vllm-v1", {}, "budget=0 is no whole number from 1 to"),
+        ("double-sparsity:share=nan", "vllm-v1", {}, "share=nan is not above 0 and at most 1"),
+        ("quest:budget=9,dense-layers=32", "vllm-v1", {}, "are all 32 layers of llama-2-7b: give fewer"),
+        ("h2o:budget=9", "vllm-v1", {}, "vllm-v1 splits prompts; give --no-enable-chunked-prefill"),
+        ("h2o:budget=9", "layerkv", {}, "eviction=layer-offload keeps the whole context; take vllm-recompute"),
+        ("double-sparsity", "kvpr", {}, "share their KV or attend to a part of the context"),
+        ("quest:budget=9", "vllm-v1", {"model": "gemma-3-27b"}, "keep a window, or share KV"),
+        ("quest:budget=9", "vllm-v1", {"model": "deepseek-v2-lite"}, "keep latents"),
+        ("quest:budget=9", "vllm-v1", {"cost_form": "paper"}, "prices of form paper are those of the whole context"),
+        ("streaming-llm:window=9", "vllm-v1", {"enable_prefix_caching": True}, "depends on what follows; leave it out"),
+    ],
+)
+def test_what_cannot_be_is_refused(method, policy, options, told):
+    with pytest.raises(UserError, match=told):
+        # Parts refuse when they are built.
+        build_run(setup(method, policy, **options), [])
+
+
+def test_no_command_starts_a_server_that_attends_so():
+    options = {"model": "llama-2-7b", "policy": "vllm-v1", "sparse_attention": "double-sparsity"}
+    assert serve_commands(options)[0].startswith("# no server of today runs vllm-v1 with --sparse-attention double")
