@@ -41,6 +41,13 @@ L20 = {
     "layer_overhead_s": 3e-5,
 }
 """Constants of the size that such GPUs have."""
+RING = {
+    "allreduce_bytes_per_s": 9e10,
+    "allreduce_latency_s": 4e-6,
+    "allreduce_chunk_s": 3e-6,
+    "allreduce_launch_s": 6e-6,
+}
+"""Of all-reduces."""
 HARDWARE = load_hardware("a100-80g")
 BASE = load_profile("a100-80g-derived").without(OPTIONAL)
 """Without assumptions about what the samples leave out, so that planted constants are all there is."""

@@ -3,7 +3,7 @@
 import msgspec
 import numpy as np
 import pytest
-from calib_small import A100, BASE, HARDWARE, copies, noise, planted, shapes, timed
+from calib_small import A100, BASE, HARDWARE, RING, copies, noise, planted, shapes, timed
 from measure_small import GPU
 
 from calib.copies import (
@@ -31,12 +31,6 @@ LINK = {
     "copy_launch_s": 2.5e-6,
     "h2d_bytes_per_s": 2.5e10,
     "d2h_bytes_per_s": 2.2e10,
-}
-RING = {
-    "allreduce_bytes_per_s": 9e10,
-    "allreduce_latency_s": 4e-6,
-    "allreduce_chunk_s": 3e-6,
-    "allreduce_launch_s": 6e-6,
 }
 
 

@@ -15,6 +15,7 @@ from calib_small import (
     H100,
     HARDWARE,
     L20,
+    RING,
     THREE,
     copies,
     noise,
@@ -72,12 +73,6 @@ def divides(model, tp):
     return True
 
 
-RING = {
-    "allreduce_bytes_per_s": 9e10,
-    "allreduce_latency_s": 4e-6,
-    "allreduce_chunk_s": 3e-6,
-    "allreduce_launch_s": 6e-6,
-}
 SEQ = Sequence(Request(0, 0.0, 1, 1))
 """Whose chunks these are does not matter to a price."""
 

@@ -13,6 +13,7 @@ from gpu_runtime.kv.pool import KVPool
 from gpu_runtime.model.config import DecoderConfig
 from gpu_runtime.model.decoder import Decoder, greedy
 from gpu_runtime.model.rope_scaling import Llama3Scaling
+from kvtwin.testing.live import continuation, small_decoder
 from sim.specs.models import load_model
 
 VARIANTS = {
@@ -139,3 +140,13 @@ def test_a_sequence_past_the_positions_of_the_model_is_refused(decoder):
     runner.step({0: [1]})
     with pytest.raises(ValueError, match="513 tokens, the model has 512 positions"):
         runner.step({0: [1]})
+
+
+def test_a_continuation_is_what_tokens_one_by_one_give_whatever_was_guessed():
+    prompt, runner, found, new = tuple(range(9)), Runner(small_decoder()), [], list(range(9))
+    for _ in range(7):
+        new = [int(greedy(runner.step({0: new})[0][-1:])[0])]
+        found += new
+    for place in range(8):
+        guess = (*found[:place], *((token + 1) % 101 for token in found[place:]))
+        assert continuation(prompt, 7, guess=guess) == tuple(found)

@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch")
 from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 from runtime_mistakes import check_failures, failing_copies, misled, running_out  # noqa: E402
-from runtime_variants import CONTIGUOUS, policy_of  # noqa: E402
+from runtime_variants import CONTIGUOUS, WORKLOADS, policy_of  # noqa: E402
 
 from gpu_runtime import device_memory  # noqa: E402
 from gpu_runtime.kv.block_ids import OutOfBlocks  # noqa: E402
@@ -123,17 +123,11 @@ def test_both_may_change_in_every_step(monkeypatch, seed):
     assert any(tokens > after > 0 for tokens, after in kept)
 
 
-@pytest.mark.parametrize("seed", range(1))
-def test_what_the_host_has_no_room_for_is_computed_again(monkeypatch, seed):
-    served = serve(monkeypatch, at_random(seed), host=14, blind=True)
+def test_what_the_host_has_no_room_for_is_computed_again(monkeypatch):
+    served = serve(monkeypatch, at_random(0), host=14, blind=True)
     assert len(live.check_tokens(served, requests(*GROWING))) == len(GROWING)
     own = {configuration.recomputed_layers(LAYERS) for configuration in CONFIGURATIONS}
     assert any(len(record.recomputed) not in own for record in records(served))
-
-
-WORKLOADS = st.lists(
-    st.tuples(st.sampled_from([0.0, 0.0, 0.01]), st.integers(1, 40), st.integers(1, 24)), min_size=1, max_size=12
-).map(sorted)
 
 
 @settings(max_examples=10, deadline=None)
