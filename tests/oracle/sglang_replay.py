@@ -6,7 +6,7 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from v1_replay import beyond_the_clear
+from v1_replay import beyond_the_clear, request_differences, requests_of
 
 from kvtwin.testing import engines
 from sim.engine.decisions import DecisionLog
@@ -14,8 +14,6 @@ from sim.engine.limits import Limits
 from sim.systems.sglang.batching import ExtendFirst
 from sim.systems.sglang.memory import TreeMemory
 from sim.systems.sglang.preset import Sglang
-from traces.readers import open_trace
-from traces.request import Request
 
 OPTIONS = {
     "policy": "schedule_policy",
@@ -56,23 +54,6 @@ class Lines(DecisionLog):
         super().__call__(line)
 
 
-def requests_of(answer: dict, folder: Path) -> list[Request]:
-    """The answer's workload: in the answer itself, or the file that it names."""
-    if "workload" in answer:
-        rows = enumerate(answer["workload"])
-        return [
-            Request(i, at, prompt, output, "", tuple(ids), 16, tuple(answer), priority)
-            for i, (at, prompt, output, ids, answer, priority) in rows
-        ]
-    requests = list(open_trace(folder / "workloads" / answer["args"]["trace"]))
-    if not answer["args"]["private_outputs"]:
-        return requests
-    return [
-        request._replace(hash_ids=request.hash_ids[: request.prompt_tokens // 16], output_hash_ids=())
-        for request in requests
-    ]
-
-
 def replay(answer: dict, folder: Path, *, jump: bool, checked: bool = False) -> Replay:
     """The answer's workload under the answer's settings."""
     args = answer["args"]
@@ -103,9 +84,8 @@ def replay(answer: dict, folder: Path, *, jump: bool, checked: bool = False) -> 
         scheduler.batching.record = Lines(found)
         return lambda plan, start_s, times: None
 
-    outcome = engines.simulate(
-        policy, requests_of(answer, folder), limits, machine=machine, jump=jump, checked=checked, observe=listen
-    )
+    requests = requests_of(answer, folder / "workloads")
+    outcome = engines.simulate(policy, requests, limits, machine=machine, jump=jump, checked=checked, observe=listen)
     for seq in outcome.ended:
         found.requests[str(seq.request.request_id)] = {
             "first": None if seq.error else seq.first_token_s,
@@ -132,17 +112,7 @@ def replay(answer: dict, folder: Path, *, jump: bool, checked: bool = False) -> 
 
 def differences(found: Replay, answer: dict) -> list[str]:
     """Where the replay differs from SGLang."""
-    wrong = []
-    for key, want in answer["requests"].items():
-        got = found.requests[key]
-        for name in ("first", "finish"):
-            a, b = got[name], want[name]
-            same = abs(a - b) < 1e-6 if isinstance(a, float) and isinstance(b, float) else a == b
-            if not same:
-                wrong.append(f"request {key} {name}: {a} where SGLang has {b}")
-        for name in ("preempted", "hit", "output"):
-            if got[name] != want[name]:
-                wrong.append(f"request {key} {name}: {got[name]} where SGLang has {want[name]}")
+    wrong = [*request_differences(found.requests, answer, ("preempted", "hit", "output"), "SGLang")]
     for name in TOTALS:
         if found.totals[name] != answer[name]:
             wrong.append(f"{name}: {found.totals[name]} where SGLang has {answer[name]}")

@@ -4,6 +4,7 @@ import gzip
 import hashlib
 import json
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -161,21 +162,23 @@ def replay(answer: dict, folder: Path, *, jump: bool, checked: bool = False, end
     return found
 
 
-def differences(found: Replay, answer: dict, *, stepped: bool = False) -> list[str]:
-    """Where the replay differs from vLLM; free blocks are compared where it was `stepped`."""
-    wrong = []
+def request_differences(found: dict, answer: dict, counts: tuple[str, ...], engine: str) -> Iterator[str]:
+    """Where requests differ from an engine's: in times, to 1e-6 s, or in counts."""
     for key, want in answer["requests"].items():
-        got = found.requests[key]
-        for name in ("first", "finish"):
+        got = found[key]
+        for name in ("first", "finish", *counts):
             a, b = got[name], want[name]
             same = abs(a - b) < 1e-6 if isinstance(a, float) and isinstance(b, float) else a == b
             if not same:
-                wrong.append(f"request {key} {name}: {a} where vLLM has {b}")
-        got["loaded"] = found.loaded.get(key, 0)
+                yield f"request {key} {name}: {a} where {engine} has {b}"
+
+
+def differences(found: Replay, answer: dict, *, stepped: bool = False) -> list[str]:
+    """Where the replay differs from vLLM; free blocks are compared where it was `stepped`."""
+    for key, want in answer["requests"].items():
+        found.requests[key]["loaded"] = found.loaded.get(key, 0)
         want.setdefault("loaded", 0)
-        for name in ("preempted", "hit", "loaded"):
-            if got[name] != want[name]:
-                wrong.append(f"request {key} {name}: {got[name]} where vLLM has {want[name]}")
+    wrong = [*request_differences(found.requests, answer, ("preempted", "hit", "loaded"), "vLLM")]
     for name in ("evictions", "preemptions", "rehit_tokens"):
         if getattr(found, name) != answer[name]:
             wrong.append(f"{name}: {getattr(found, name)} where vLLM has {answer[name]}")
