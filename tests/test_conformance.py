@@ -67,6 +67,7 @@ MIXES = [
     "layerkv:order=mlfq",
     "sarathi:stage=tool-calls,tool-kv=swap",
     "vllm-v1:stage=tool-calls",
+    "vllm-v1:stage=tool-calls,tool-kv=ttl,tool-ttl-s=0.05",
     "vllm-v1:stage=tool-calls,tool-kv=preserve,async-scheduling=true",
     "layerkv:batching=sarathi",
     "layerkv:batching=fastgen,order=mlfq",

@@ -292,6 +292,11 @@ def test_what_is_refused_late_leaves_earlier_results_alone(tmp_path, capsys, com
         ("live", ["--policy", "vllm-swap", "--policy", "layerkv"], "live takes one --policy, 2 given"),
         ("live", ["--policy", "vllm-v1", "--pipeline-parallel-size", "2"], "--pipeline-parallel-size: 2 stages; the"),
         ("live", ["--policy", "vllm-v1", "--quantization", "fp8"], "--quantization fp8: the live runtime computes"),
+        (
+            "live",
+            ["--policy", "vllm-v1", "--sparse-attention", "double-sparsity"],
+            "the live runtime attends to the whole",
+        ),
         ("live", ["--policy", "vllm-v1", "--engine-profile", "vllm-v1"], "the live runtime's engine is kvtwin; leave"),
         ("validate", ["--policy", "vllm-v1", "--runs", "0"], "--runs: 0 is less than 1: give how often to run live"),
         ("validate", ["--policy", "vllm-v1", "--against", "x.json"], "both are given; give one"),

@@ -36,6 +36,9 @@ ONE_CALL = (ToolCall(2, 1.0, 16),)
         ("infercept:tool-kv=discard", 1.062 + 0.060),
         # 33 tokens are 3 blocks, which come back first.
         ("infercept:tool-kv=swap", 1.062 + 0.030 + 0.027),
+        # After the time to live as if discarded, within it as if preserved; a tie is the answer's.
+        ("infercept:tool-kv=ttl,tool-ttl-s=0.9", 1.062 + 0.060),
+        ("sarathi:stage=tool-calls,tool-kv=ttl,tool-ttl-s=1", 1.062 + 0.027),
         ("vllm-v1:stage=tool-calls", 1.062 + 0.060),
         ("vllm-v1:stage=tool-calls,tool-kv=preserve", 1.062 + 0.027),
         ("sarathi:stage=tool-calls,tool-kv=swap", 1.062 + 0.030 + 0.027),
@@ -83,6 +86,26 @@ def test_where_durations_are_unknown_kv_stays_until_that_has_wasted_as_much(tool
     text = "infercept:known-durations=false"
     outcome = run(text, ALONE, (0.0, 64, 100), calls=(ToolCall(2, tool_s, 16),))
     assert outcome.by_id()[0].num_preemptions == discarded
+
+
+@pytest.mark.parametrize(("ttl_s", "starts_s"), [(0.3, 0.362), (0.5, 0.509)])
+def test_blocks_are_free_from_when_the_time_to_live_ends(ttl_s, starts_s):
+    """Another prompt needs 5 of 6 blocks while 3 are kept: until 62 ms + 0.3 s, or until the call of 0.4 s has ended
+    and its request, 27 + 20 ms later. Nothing runs meanwhile: the engine wakes by itself, or at the tool's answer."""
+    limit = limits(6, 0, block_size=16, tokens=128, chunked=True)
+    machine = linear_machine(1.0, prefill=(0.01, 0.001, 0.0), decode=(0.02, 0.0, 0.0))
+    rows = requests(ALONE, (0.05, 80, 1))
+    arrivals = [rows[0]._replace(calls=(ToolCall(2, 0.4, 16),)), rows[1]]
+    text = f"sarathi:stage=tool-calls,tool-kv=ttl,tool-ttl-s={ttl_s}"
+    outcome = simulate(parse_policy(text, {})[1], arrivals, limit, machine=machine)
+    assert outcome.by_id()[1].first_scheduled_s == pytest.approx(starts_s, abs=1e-6)
+    assert outcome.scheduler.counters.policy.get("tool_calls_expired", 0) == (ttl_s < 0.4)
+
+
+@pytest.mark.parametrize("value", ["", ",tool-ttl-s=0", ",tool-ttl-s=-1"])
+def test_a_time_to_live_must_be_said(value):
+    with pytest.raises(UserError, match=r"tool-kv=ttl: needs tool-ttl-s=S"):
+        run(f"vllm-v1:stage=tool-calls,tool-kv=ttl{value}", ALONE, calls=ONE_CALL)
 
 
 def test_a_stage_without_a_place_for_it_is_told_so():

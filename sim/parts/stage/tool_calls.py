@@ -15,7 +15,7 @@ from sim.errors import UserError
 from sim.kv.paged import PagedMemory
 from sim.parts.base import Stage, Wait
 from sim.parts.needs import Need
-from sim.parts.stage.tool_call_options import Kept, ToolCallOptions
+from sim.parts.stage.tool_call_options import Kept, ToolCallOptions, time_to_live
 from traces.request import ToolCall
 
 if TYPE_CHECKING:
@@ -42,6 +42,8 @@ class ToolCalls(Stage):
 
     Args:
         kept: what becomes of their KV.
+        ttl_s: how long after a call it does; then KV is discarded. With `preserve`, the time to live of Continuum
+            (Li et al., arXiv 2511.02230), as a number: what tools took so far is not learnt from.
         keeps_place: whether a sequence whose KV was discarded comes first in the queue when the tool has answered.
     """
 
@@ -60,15 +62,17 @@ class ToolCalls(Stage):
     def build(cls, b: "Builder") -> Self:
         b.refuse_windows("stage=tool-calls")
         options = b.options(ToolCallOptions)
-        if options.tool_kv not in get_args(Kept):
+        kept, ttl_s = time_to_live(options.tool_kv, options.tool_ttl_s)
+        if kept not in get_args(Kept):
             raise UserError(
                 f"stage=tool-calls: tool-kv={options.tool_kv} is a way of stage=min-waste; give one of its own, "
-                f"{' or '.join(get_args(Kept))}"
+                f"{' or '.join((*get_args(Kept), 'ttl'))}"
             )
-        return cls(options.tool_kv, keeps_place=options.keeps_place)
+        return cls(kept, ttl_s, keeps_place=options.keeps_place)
 
-    def __init__(self, kept: Kept, *, keeps_place: bool) -> None:
+    def __init__(self, kept: Kept, ttl_s: float, *, keeps_place: bool) -> None:
         self.kept: Kept = kept
+        self.ttl_s = ttl_s
         self.keeps_place = keeps_place
         self.calling: dict[CallingSequence, Calling] = {}
         self.answered: dict[CallingSequence, Calling] = {}
@@ -86,6 +90,11 @@ class ToolCalls(Stage):
 
     def choose(self, seq: CallingSequence, calling: Calling, now_s: float) -> Kept:
         """What becomes of the KV of one that has it on the GPU, asked when it calls and at `rethought_s`."""
+        expires_s = calling.since_s + self.ttl_s
+        if now_s >= expires_s - TIE_S:
+            self.tally["tool_calls_expired"] += 1
+            return "discard"
+        calling.rethought_s = expires_s
         return self.kept
 
     def in_turn(self, begun: list[CallingSequence]) -> list[CallingSequence]:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple, Self
 
 from sim.engine.changes import D2H, H2D, Direction
 from sim.engine.sequence import CallingSequence
-from sim.parts.stage.tool_call_options import Kept
+from sim.parts.stage.tool_call_options import Kept, time_to_live
 from sim.parts.stage.tool_calls import Calling, ToolCalls
 from sim.systems.infercept.options import InferCeptOptions
 
@@ -45,9 +45,10 @@ class MinWaste(ToolCalls):
         return cls(options, b)
 
     def __init__(self, options: InferCeptOptions, b: "Builder") -> None:
-        way = options.tool_kv
-        super().__init__("preserve" if way == "min-waste" else way, keeps_place=options.keeps_place)
-        self.by_waste, self.known_durations = way == "min-waste", options.known_durations
+        self.by_waste = options.tool_kv == "min-waste"
+        way = "preserve" if self.by_waste else options.tool_kv
+        super().__init__(*time_to_live(way, options.tool_ttl_s), keeps_place=options.keeps_place)
+        self.known_durations = options.known_durations
         self.cost, self.block_bytes = b.deployment.cost, b.limits.block_bytes
         self.num_layers, self.budget = b.deployment.model.num_layers, b.limits.max_num_batched_tokens
 
@@ -63,7 +64,7 @@ class MinWaste(ToolCalls):
 
     def choose(self, seq: CallingSequence, calling: Calling, now_s: float) -> Kept:
         if not self.by_waste:
-            return self.kept
+            return super().choose(seq, calling, now_s)
         tool_s = calling.call.duration_s if self.known_durations else max(0.0, now_s - calling.since_s)
         waste = self.waste(seq, tool_s)
         can_swap = self.paged.may_leave(seq) and self.paged.can_swap_out(seq)
