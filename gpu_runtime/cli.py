@@ -184,13 +184,16 @@ def execute_live(
 ) -> "tuple[Run, Result]":
     """One live run with its files; `watch` hears of every plan."""
     from gpu_runtime.live import perform  # noqa: PLC0415 - torch is slow to import
+    from sim.parts.options import refuse_idle  # noqa: PLC0415
     from sim.run.files import record  # noqa: PLC0415
     from sim.run.prepare import prepare  # noqa: PLC0415
 
     def on_device(setup: "Setup", requests: Iterable[Request], table: "TableSink", keep: "Recording") -> "Run":
         return perform(setup, requests, table, keep, decoder, options)
 
-    return record(prepare(scenario, label, policy), folder, outputs, on_device, series=series, watch=watch)
+    setup = prepare(scenario, label, policy)
+    refuse_idle(setup.conditional)
+    return record(setup, folder, outputs, on_device, series=series, watch=watch)
 
 
 def of_our_engine(scenario: Scenario) -> Scenario:

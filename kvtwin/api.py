@@ -25,6 +25,7 @@ from sim.errors import UserError
 from sim.options.policies import options_of, parse_policy
 from sim.options.scenario import Scenario, build_scenario
 from sim.options.values import option_fields
+from sim.parts.options import refuse_idle
 from sim.results.comparison_sentences import engine_sentences, sentences
 from sim.results.metrics import ENGINE_COLUMNS, TABLE_COLUMNS
 from sim.results.report import METRICS, metric_values
@@ -161,6 +162,7 @@ def simulate(scenario: Scenario, policy: str | Policy = DEFAULT_POLICY) -> RunRe
     """
     label, preset = _named(policy_of(policy))
     setup = prepare(_checked(scenario_of(scenario)), label, preset)
+    refuse_idle(setup.conditional)
     rows = _Rows()
     try:
         run = execute(build_run(setup, requests_of(setup), table=rows, keep=Recording(series=True)))

@@ -145,6 +145,7 @@ def _tell_taken(arguments: argparse.Namespace, outputs: Outputs, status: int) ->
 
 def compare_command(arguments: argparse.Namespace) -> int:
     """`kvtwin compare`."""
+    from sim.parts.options import refuse_idle  # noqa: PLC0415 - as for `run`
     from sim.results.comparison import print_comparison, write_comparison  # noqa: PLC0415
     from sim.run.files import exit_status, record, simulator, tell_end  # noqa: PLC0415
     from sim.run.prepare import prepare, with_one_swap_space  # noqa: PLC0415 - as for `run`
@@ -160,6 +161,7 @@ def compare_command(arguments: argparse.Namespace) -> int:
     scenario = with_one_swap_space(scenario, (policy for _, policy in policies))
     # All are checked before the first runs.
     planned = [(setup, requests_of(setup)) for setup in (prepare(scenario, *policy) for policy in policies)]
+    refuse_idle(one for setup, _ in planned for one in setup.conditional)
     with renewing(folder, below=[folder_name(label) for label in labels]) as new:
         results: list[Result] = []
         drawn = []

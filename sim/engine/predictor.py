@@ -10,7 +10,6 @@ from typing import Literal, Protocol, runtime_checkable
 
 import msgspec
 
-from sim.errors import UserError
 from traces.request import Request
 
 DEFAULT_CLASSES = (1, 17, 33, 65, 129, 257, 513, 1025, 2049)
@@ -79,14 +78,6 @@ def _uniform(seed: int, key: int) -> float:
     x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & 0xFFFFFFFFFFFFFFFF
     x = (x ^ x >> 27) * 0x94D049BB133111EB & 0xFFFFFFFFFFFFFFFF
     return ((x ^ x >> 31) >> 11) / (1 << 53)
-
-
-def check_accuracy(kind: str, accuracy: float) -> None:
-    """UserError where an accuracy is asked of a predictor that has none."""
-    if kind != "bucket" and accuracy != ACCURACY:
-        raise UserError(
-            f"predictor-accuracy: {accuracy} goes with predictor=bucket, not {kind}; leave it out, or name both"
-        )
 
 
 def build_predictor(kind: Literal["oracle", "bucket", "none"], accuracy: float, seed: int) -> LengthPredictor:

@@ -360,6 +360,9 @@ def _check(scenario: Scenario) -> None:
         raise OptionError("burstiness", "shapes the arrivals of --request-rate, which is not given; leave it out")
     if scenario.burstiness != 1.0 and scenario.request_rate == inf:
         raise OptionError("burstiness", "shapes arrivals, and with --request-rate inf all come at once; leave it out")
+    if scenario.swap_space is not None and scenario.num_cpu_blocks_override is not None:
+        blocks = f"--num-cpu-blocks-override {scenario.num_cpu_blocks_override}"
+        raise OptionError("swap_space", f"{scenario.swap_space} does nothing beside {blocks}; leave one of them out")
     if scenario.closed_sessions and scenario.workload not in (None, "sessions"):
         raise OptionError("closed_sessions", f"--workload {scenario.workload} has no sessions; give one that has")
     for f in fields(Scenario):

@@ -10,6 +10,7 @@ from sim.clock.instance import Observer
 from sim.errors import InvariantError
 from sim.files import CsvTable, InOrder, ParquetTable, make_folder, write_atomically
 from sim.options.scenario import Outputs, Scenario
+from sim.parts.options import refuse_idle
 from sim.results.metrics import ENGINE_COLUMNS, TABLE_COLUMNS, TableSink
 from sim.results.result import assemble, write_result, write_series
 from sim.results.schema import Result
@@ -36,7 +37,9 @@ def simulate(
     watch: Observer | None = None,
 ) -> tuple[Run, Result]:
     """One simulated run with its files; `watch` hears of every plan."""
-    return record(prepare(scenario, label, policy), folder, outputs, simulator(outputs), series=series, watch=watch)
+    setup = prepare(scenario, label, policy)
+    refuse_idle(setup.conditional)
+    return record(setup, folder, outputs, simulator(outputs), series=series, watch=watch)
 
 
 class Table(TableSink, Protocol):

@@ -14,7 +14,7 @@ from sim.errors import UserError
 from sim.options.scenario import Scenario
 from sim.options.values import flag
 from sim.parts.catalogue import STAGES
-from sim.parts.options import idle_options
+from sim.parts.options import Conditional, conditional_options
 from sim.parts.stage.hand_over_options import MixedPoolOptions
 from sim.results.metrics import Goodput
 from sim.specs.expert_layout import ExpertLayout
@@ -64,6 +64,8 @@ class Setup:
     experts: ExpertLayout | None = None
     """Which GPUs share the routed experts, where that is not the tensor-parallel group."""
     warnings: list[str] = field(default_factory=list)
+    conditional: tuple[Conditional, ...] = ()
+    """Options given that act only with others: a run refuses those that do not, a study those that never do."""
 
     def priced(self, profile: Profile, engine: EngineProfile | None) -> "Setup":
         """The same with other constants."""
@@ -147,7 +149,8 @@ def _prepare(asked_for: Scenario, scenario: Scenario, label: str, policy: Policy
             "prompts; give --no-enable-chunked-prefill with a policy that computes them whole (vllm-recompute)"
         )
     warnings += engine.warnings
-    warnings += idle_options((policy, *policy.mixed_options))
+    conditional = tuple(conditional_options(policy.name, (policy, *policy.mixed_options)))
+    warnings += (one.told for one in conditional if not one.acts)
     warnings += _other_slos(policy, Goodput.parse(scenario.goodput))
     pp = _stages(asked_for, scenario, model, policy, label, role)
     experts = _experts(scenario, model, policy, label, pp, warnings)
@@ -162,7 +165,7 @@ def _prepare(asked_for: Scenario, scenario: Scenario, label: str, policy: Policy
     cost = _cost(model, hardware, profile, scenario, limits, pp, engine_profile, experts)
     return Setup(
         asked_for, policy, label, model, hardware, profile, limits, cost, engine_profile, scenario.tp, role,
-        pp=pp, experts=experts, warnings=warnings,
+        pp=pp, experts=experts, warnings=warnings, conditional=conditional,
     )  # fmt: skip
 
 

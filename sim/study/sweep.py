@@ -12,6 +12,7 @@ from msgspec import Struct
 from sim.errors import UserError
 from sim.files import make_folder, write_atomically
 from sim.options.scenario import READING
+from sim.parts.options import Conditional, refuse_idle
 from sim.results.comparison_sentences import engines_differ
 from sim.run.prepare import Setup
 from sim.study.axes import Study, Value, options_at
@@ -36,6 +37,7 @@ class Place(Struct, frozen=True):
     options: dict[str, Any]
     outcome: Outcome
     num_gpus: int = 0
+    conditional: tuple[Conditional, ...] = ()
 
 
 class Means(Struct, frozen=True):
@@ -118,6 +120,7 @@ def run_study(study: Study, folder: Path, means: Means, begin: Callable[[int], T
     refused = {place.outcome.error for place in planned if place.outcome.error is not None}
     if len(refused) == 1 and all(place.outcome.error is not None for place in planned):
         raise UserError(f"{study.where}: every point is refused: {refused.pop()}")
+    refuse_idle(one for place in planned for one in place.conditional)
     perform_missing(planned, store, means, begin)
     done: list[Place] = []
     for place in planned:
@@ -167,7 +170,7 @@ def place_of(options: dict[str, Any], point: Mapping[str, Value], repeat: int = 
     """A run that is still to be performed; where its options are refused, that is its outcome."""
     try:
         setup = setup_of(options)
-        return Place(dict(point), repeat, options, Outcome(key_of(setup)), num_gpus(setup))
+        return Place(dict(point), repeat, options, Outcome(key_of(setup)), num_gpus(setup), setup.conditional)
     except UserError as error:
         return Place(dict(point), repeat, options, Outcome("", error=str(error)))
 

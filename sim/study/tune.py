@@ -18,6 +18,7 @@ from msgspec.structs import replace
 from sim.errors import UserError
 from sim.options.scenario import GOES_WITH, Scenario
 from sim.options.values import convert
+from sim.parts.options import refuse_idle
 from sim.study.axes import MOST_RUNS, Study, Value, options_at, read_study
 from sim.study.draws import OF_TRAFFIC, OF_WORKLOADS, Like, like_traffic
 from sim.study.intervals import apart, geometric_mean, of_another_draw
@@ -36,7 +37,7 @@ from sim.study.search import (
     fewest_pools,
     most_load,
 )
-from sim.study.sweep import Means, Store, Told
+from sim.study.sweep import Means, Store, Told, place_of
 
 Goal = Literal["load", "gpus", "cost", "goodput"]
 ENGINES = ("replicas", "prefill_replicas", "decode_replicas")
@@ -264,6 +265,8 @@ class _Tuner:
     def tune(self) -> Tuned:
         asked = self.asked
         if asked.trials is None:
+            places = [place_of(_options(asked, point, {}), point) for point in asked.study.points]
+            refuse_idle(one for place in places for one in place.conditional)
             found = self._as_it_is(asked.study.points)
         else:
             from sim.study.knobs import by_trials  # noqa: PLC0415 - optuna is slow to import

@@ -134,6 +134,9 @@ def scenario_of(rng: random.Random) -> Scenario:
     }  # fmt: skip
     given["max_model_len"] = 1000
     given |= {name: rng.choice(choices[name]) for name in rng.sample(sorted(choices), rng.randint(0, 6))}
+    if given.get("num_cpu_blocks_override") is not None:
+        # One of the two says what the host has.
+        given["swap_space"] = None
     if rng.random() < 0.25:
         given |= {"replicas": None, "prefill_replicas": 2, "decode_replicas": rng.choice((1, 3)), "link_gbps": 50.0}
         given |= {

@@ -96,7 +96,7 @@ def test_an_impossible_value_is_refused(tmp_path, capsys, flag):
         ("sarathi:admission=slack,tpot-slo=3", ["'tpot_slo' is no option of sarathi", "tpot_slo_ms"]),
         ("layerkv:decode=later", ["decode: 'later' is not promote or stream"]),
         ("layerkv:predictor=bucket,predictor-accuracy=2", ["layerkv predictor-accuracy: 2.0 is not between 0 and 1"]),
-        ("layerkv:predictor-accuracy=0.5", ["predictor-accuracy: 0.5 goes with predictor=bucket, not oracle"]),
+        ("layerkv:predictor-accuracy=0.5", ["predictor-accuracy=0.5 does nothing without predictor=bucket"]),
         ("vllm-v1:kv-offloading-size=inf", ["kv-offloading-size: inf is more than 1e+09 GiB; give less"]),
         ("cachedattention:disk-space=1e308", ["disk-space: 1e+308 is not between 0 and 1e+09 GiB"]),
         ("vllm-swap:slo-aware=true", ["'slo_aware' is no option of vllm-swap", "its options: none"]),

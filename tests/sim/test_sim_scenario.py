@@ -69,7 +69,7 @@ WRITTEN = [
         "policy": "layerkv",
         "layerkv-decode": "stream",
         "layerkv-slo-aware": False,
-        "layerkv-tpot-slo-ms": 55.5,
+        "layerkv-threshold": 0.05,
         "layerkv-horizon-steps": 3,
     },
 ]

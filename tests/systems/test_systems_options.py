@@ -118,13 +118,6 @@ def test_policies_are_known_by_name_before_they_are_imported() -> None:
     assert policy_named("orca").name == "orca"
 
 
-@pytest.mark.parametrize("system", ["adaptive", "layerkv"])
-def test_an_accuracy_goes_with_a_predictor_that_has_one(system: str) -> None:
-    parse_policy(f"{system}:predictor=bucket,predictor-accuracy=0.5", {})
-    with pytest.raises(UserError, match="goes with predictor=bucket, not oracle"):
-        parse_policy(f"{system}:predictor=oracle,predictor-accuracy=0.5", {})
-
-
 def test_an_engine_has_the_predictor_that_a_part_mixed_in_asks_for() -> None:
     """Whichever system the part is of: those of `adaptive` were told nothing under another preset."""
     for text, kind in (

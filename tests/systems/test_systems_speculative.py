@@ -123,7 +123,6 @@ PLENTY = "spec-tokens=2,acceptance-rate=0.5"
     [
         ("vllm-v1:spec-method=ngram,acceptance-rate=0.5", "spec-tokens: is missing"),
         ("vllm-v1:spec-method=ngram,spec-tokens=0,acceptance-rate=0.5", "spec-tokens: 0; with"),
-        ("vllm-v1:spec-tokens=2", "spec-tokens: does nothing without spec-method"),
         ("vllm-v1:spec-method=ngram,spec-tokens=2", "give one of them; what is accepted is drawn"),
         ("vllm-v1:spec-method=ngram,spec-tokens=2,acceptance-rate=1.5", "acceptance-rate: 1.5 is not between 0 and 1"),
         ("vllm-v1:spec-method=ngram,spec-tokens=2,synthetic-acceptance-rates=0.5", "1 given; give one for each of 2"),

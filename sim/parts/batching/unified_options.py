@@ -5,7 +5,7 @@ from typing import Literal
 
 from sim.errors import UserError
 from sim.parts.batching.async_scheduling import AsyncScheduling
-from sim.parts.options import vllm_option
+from sim.parts.options import Only, vllm_option
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,9 @@ class VllmV1Options(AsyncScheduling):
     )
     long_prefill_token_threshold: int = vllm_option(0, "most tokens of one prompt in an iteration; 0: no such limit")
     long_prefill_token_threshold_adaptive: bool = vllm_option(
-        False, "raise that limit to an equal share of the budget where few requests are there"
+        False,
+        "raise that limit to an equal share of the budget where few requests are there",
+        only=Only("long_prefill_token_threshold"),
     )
     watermark: float = vllm_option(0.0, "share of the GPU's blocks kept free when a prompt is admitted beside others")
     scheduler_reserve_full_isl: bool = vllm_option(

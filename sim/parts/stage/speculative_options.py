@@ -4,9 +4,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from sim.errors import UserError
-from sim.parts.options import option, vllm_option
+from sim.parts.options import Only, option, vllm_option
 
 MOST_DRAFTED = 64
+DRAFTS = Only("spec_method")
 
 
 @dataclass(frozen=True)
@@ -16,21 +17,23 @@ class SpeculativeOptions:
     spec_method: Literal["ngram", "draft_model", "eagle", "eagle3", "mtp"] | None = vllm_option(
         None, "what drafts tokens that are verified together, several in a step"
     )
-    spec_tokens: int | None = vllm_option(None, "tokens drafted for each sequence in a step (num_speculative_tokens)")
-    spec_model: str | None = vllm_option(None, "the draft model of --spec-method draft_model, named as --model is")
+    spec_tokens: int | None = vllm_option(
+        None, "tokens drafted for each sequence in a step (num_speculative_tokens)", only=DRAFTS
+    )
+    spec_model: str | None = vllm_option(
+        None, "the draft model of --spec-method draft_model, named as --model is", only=DRAFTS
+    )
     synthetic_acceptance_rates: str | None = vllm_option(
-        None, "chances that the first drafted token, the first two, and so on are all accepted: '0.8 0.6 0.5'"
+        None,
+        "chances that the first drafted token, the first two, and so on are all accepted: '0.8 0.6 0.5'",
+        only=DRAFTS,
     )
     acceptance_rate: float | None = option(
-        None, "chance that a drafted token is accepted where those before it are, at any place"
+        None, "chance that a drafted token is accepted where those before it are, at any place", only=DRAFTS
     )
 
     def __post_init__(self) -> None:
         if self.spec_method is None:
-            for name in ("spec_tokens", "spec_model", "acceptance_rate", "synthetic_acceptance_rates"):
-                if getattr(self, name) is not None:
-                    said = name.replace("_", "-")
-                    raise UserError(f"{said}: does nothing without spec-method; give that, or leave it out")
             return
         if self.spec_tokens is None or not 1 <= self.spec_tokens <= MOST_DRAFTED:
             found = "is missing" if self.spec_tokens is None else f"{self.spec_tokens}"

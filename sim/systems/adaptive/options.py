@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from sim.engine.predictor import ACCURACY, LengthPredictor, build_predictor, check_accuracy
+from sim.engine.predictor import ACCURACY, LengthPredictor, build_predictor
 from sim.errors import UserError
 from sim.parts.batching.async_scheduling import AsyncScheduling
-from sim.parts.options import option
+from sim.parts.options import Only, option
 
 TTFT_MS, TPOT_MS = 3000.0, 200.0
 """What is to be met where neither its own options nor goodput say so."""
@@ -25,7 +25,9 @@ class AdaptiveOptions(AsyncScheduling):
     predictor: Literal["oracle", "bucket", "none"] = option(
         "bucket", "output lengths are known, predicted by class with predictor-accuracy, or unknown"
     )
-    predictor_accuracy: float = option(ACCURACY, "probability that the predictor names the right class")
+    predictor_accuracy: float = option(
+        ACCURACY, "probability that the predictor names the right class", only=Only("predictor", "bucket")
+    )
 
     def __post_init__(self) -> None:
         for name, value, low, high in (
@@ -36,7 +38,6 @@ class AdaptiveOptions(AsyncScheduling):
         ):
             if not low <= value <= high:
                 raise UserError(f"adaptive {name}: {value} is not between {low:g} and {high:g}")
-        check_accuracy(self.predictor, self.predictor_accuracy)
 
     @property
     def ttft_slo_s(self) -> float:

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Literal
 
 from sim.engine.limits import Deployment
 from sim.errors import UserError
-from sim.parts.options import option
+from sim.parts.options import Only, option
 
 if TYPE_CHECKING:
     from sim.systems.ellm.equations import StepCosts
@@ -24,7 +24,7 @@ class TokenWiseOptions:
     layers_per_block: int = option(4, "layers in a block (F)")
     fused: bool = option(True, "compute uncached KV again in the kernels that decode, not before them")
     overlapped: bool = option(True, "copy uncached KV in beside the kernels, not after them")
-    threads: int = option(1024, "threads a block, split between fused kernels in warps of 32")
+    threads: int = option(1024, "threads a block, split between fused kernels in warps of 32", only=Only("fused"))
     map_lookup_us: float = option(15.0, "one access of the map table (section 6.7), for each layer group and step, us")
     least_uncached_ratio: float = option(0.0, "share of all tokens that is uncached in any case, for study")
     most_uncached_ratio: float = option(1.0, "share that may be, for study: else the last to start computes again")

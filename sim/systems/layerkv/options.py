@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Self
 
 from sim.engine.limits import Deployment
-from sim.engine.predictor import ACCURACY, LengthPredictor, build_predictor, check_accuracy
+from sim.engine.predictor import ACCURACY, LengthPredictor, build_predictor
 from sim.errors import UserError
 from sim.parts.admission.watermark import WATERMARK
-from sim.parts.options import option
+from sim.parts.options import Only, option
 
 if TYPE_CHECKING:
     from sim.systems.builder import Builder
@@ -21,18 +21,22 @@ class LayerKVOptions:
     """What slack admission, layer-blocks, forecast and the stages between prefill and decode can be told."""
 
     slo_aware: bool = option(True, "admit prefills only within the TPOT slack of decodes (Algorithm 1)")
-    tpot_slo_ms: float = option(200.0, "TPOT that Algorithm 1 defends, ms")
+    tpot_slo_ms: float = option(200.0, "TPOT that Algorithm 1 defends, ms", only=Only("slo_aware"))
     decode: Literal["promote", "stream"] = option(
         "promote", "sequences with layers on the host wait and copy them back once, or stream them every step"
     )
     equations: Literal["corrected", "paper"] = option("corrected", "Eq. 3-5 corrected, or as printed")
     horizon_steps: int = option(8, "iterations that the Eq. 5 forecast looks ahead")
     threshold: float = option(WATERMARK, "share of the GPU's layer-blocks under which the forecast offloads")
-    drop_irrecoverable: bool = option(True, "leave requests that can no longer meet their TPOT out of Eq. 2")
+    drop_irrecoverable: bool = option(
+        True, "leave requests that can no longer meet their TPOT out of Eq. 2", only=Only("slo_aware")
+    )
     predictor: Literal["oracle", "bucket", "none"] = option(
         "oracle", "output lengths are known, predicted by class with predictor-accuracy, or unknown"
     )
-    predictor_accuracy: float = option(ACCURACY, "probability that the predictor names the right class")
+    predictor_accuracy: float = option(
+        ACCURACY, "probability that the predictor names the right class", only=Only("predictor", "bucket")
+    )
 
     def __post_init__(self) -> None:
         for name, value, low, high in (
@@ -43,7 +47,6 @@ class LayerKVOptions:
         ):
             if not low <= value <= high:
                 raise UserError(f"layerkv {name}: {value} is not between {low:g} and {high:g}")
-        check_accuracy(self.predictor, self.predictor_accuracy)
 
     def length_predictor(self, seed: int) -> LengthPredictor:
         """What slack and forecast are to know of output lengths."""

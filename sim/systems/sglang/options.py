@@ -4,7 +4,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from sim.errors import UserError
-from sim.parts.options import option
+from sim.parts.options import Only, option
+
+PRIORITIES = Only("enable_priority_scheduling")
+HICACHE = Only("enable_hierarchical_cache")
 
 
 @dataclass(frozen=True)
@@ -27,9 +30,13 @@ class SglangOptions:
     max_new_tokens: int = option(0, "tokens that requests ask for, and may stop before; 0: what they generate")
     ignore_eos: bool = option(False, "requests never stop before: all that they ask for is kept room for")
     enable_priority_scheduling: bool = option(False, "the trace's priorities order the queue and preempt")
-    disable_priority_preemption: bool = option(False, "they order the queue alone")
-    schedule_low_priority_values_first: bool = option(False, "small numbers are urgent, not large ones")
-    priority_scheduling_preemption_threshold: int = option(10, "difference beyond which priorities preempt")
+    disable_priority_preemption: bool = option(False, "they order the queue alone", only=PRIORITIES)
+    schedule_low_priority_values_first: bool = option(
+        False, "small numbers are urgent, not large ones", only=PRIORITIES
+    )
+    priority_scheduling_preemption_threshold: int = option(
+        10, "difference beyond which priorities preempt", only=PRIORITIES
+    )
     retraction_policy: Literal["length", "priority"] = option(
         "length", "which decode is retracted first: that with the fewest tokens, or of those the least urgent"
     )
@@ -37,9 +44,9 @@ class SglangOptions:
         "lru", "which leaf of the tree goes first"
     )
     enable_hierarchical_cache: bool = option(False, "HiCache: the host keeps what leaves the GPU")
-    hicache_ratio: float = option(2.0, "the host's pool, in sizes of the GPU's")
+    hicache_ratio: float = option(2.0, "the host's pool, in sizes of the GPU's", only=HICACHE)
     hicache_write_policy: Literal["write_through", "write_through_selective", "write_back"] = option(
-        "write_through", "when a node of the tree is copied to the host"
+        "write_through", "when a node of the tree is copied to the host", only=HICACHE
     )
 
     def __post_init__(self) -> None:
