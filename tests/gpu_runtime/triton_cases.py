@@ -61,7 +61,12 @@ def close(ours, expected, dtype):
 @pytest.mark.parametrize(
     ("shape", "block_tokens", "dtype", "stored"),
     [
-        *((*layout, dtype, None) for layout in LAYOUTS for dtype in DTYPES),
+        # Interpreted, layouts and types meet in turn.
+        *(
+            (*layout, dtype, None)
+            for place, layout in enumerate(LAYOUTS)
+            for dtype in (DTYPES[place % 2 :: 2] if INTERPRETED else DTYPES)
+        ),
         *(("gqa", 16, dtype, stored) for dtype in DTYPES for stored in FLOAT8),
     ],
 )
