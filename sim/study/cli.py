@@ -89,7 +89,9 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
         metavar="WHAT",
         help="gpus: fewest (default); goodput: most load on --max-gpus; cost; energy",
     )
-    parser.add_argument("--gpu-hour-usd", nargs="+", metavar="USD", help="for cost: of a GPU, as 2.5 or h100=2.5 l20=1")
+    parser.add_argument(
+        "--gpu-hour-usd", nargs="+", metavar="USD", help="for cost: what your seller asks, as 2.5 or h100=2.5 l20=1"
+    )
     parser.add_argument(
         "--layouts", metavar="WHICH", help="engines (that do both), pools (prefill and decode), or both (default)"
     )

@@ -102,7 +102,8 @@ def read_plan(given: Mapping[str, Any]) -> Asked:
     prices = _prices(tuple(given.get("gpu_hour_usd", ())), gpus)
     if objective == "cost" and not prices:
         raise UserError(
-            f"--objective cost: needs prices; give --gpu-hour-usd {' '.join(f'{gpu}=2.50' for gpu in gpus)}"
+            "--objective cost: needs prices, which do not ship; give what your seller asks, as "
+            f"--gpu-hour-usd {' '.join(f'{gpu}=2.50' for gpu in gpus)}"
         )
     power = {gpu: load_hardware(gpu).board_power_w for gpu in gpus} if objective == "energy" else {}
     if missing := [gpu for gpu, watts in power.items() if watts is None]:
