@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 DEMO   := demo-out
 
-.PHONY: demo test docs kernels fuzz pins pins-diff mutants check bench clean
+.PHONY: demo test docs kernels fuzz pins pins-diff accuracy mutants check bench clean
 
 $(BIN)/kvtwin: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -55,6 +55,12 @@ pins-diff: $(VENV)/dev
 # After a change of that which is meant, once the difference is read.
 pins: $(VENV)/dev
 	$(BIN)/python tests/pins/pinned.py renew -k "$(K)"
+
+# Measured rows simulated anew, after a change of prices; `DATA` as validation/accuracy_rows.py says.
+DATA ?= data
+accuracy: $(VENV)/dev
+	$(BIN)/python validation/accuracy_rows.py $(DATA)
+	$(BIN)/python validation/accuracy_coverage.py
 
 # Hours; goes on where it was interrupted. Other faults with another seed: `make mutants SEED=2`.
 SEED ?= 1

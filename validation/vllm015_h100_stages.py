@@ -23,6 +23,7 @@ from errors import summary
 from sim.options.policies import parse_policy
 from sim.options.scenario import Scenario
 from sim.run.prepare import prepare
+from sim.run.runs import Run as Simulated
 from sim.run.simulate import build_run, execute
 from traces.request import Request
 
@@ -47,6 +48,8 @@ class Stage:
     """Quantiles: share of prompts, length."""
     measured: dict[str, float]
     """By `METRICS`, ms."""
+    named: dict[str, float]
+    """These and others that were reported, ms, by their names in result.json."""
 
 
 @dataclass(frozen=True)
@@ -82,6 +85,11 @@ def _stage(path: Path, output_tokens: int) -> Stage:
         report["failures"]["count"],
         sorted((share, tokens) for share, tokens in quantiles.items() if share >= 0),
         dict(zip(METRICS, (1e3 * ttft_s["mean"], 1e3 * ttft_s["median"], 1e3 * tpot_s), strict=True)),
+        {
+            **{f"{name}_ttft_ms": 1e3 * ttft_s[name] for name in ("mean", "median", "p99")},
+            "mean_tpot_ms": 1e3 * tpot_s,
+            **{f"{name}_e2el_ms": 1e3 * latency_s[name] for name in ("mean", "median", "p99")},
+        },
     )
 
 
@@ -135,11 +143,16 @@ def requests(run: Run, random: Random) -> list[Request]:
     return sent
 
 
-def simulate(run: Run, seed: int, hidden: bool) -> list[dict[str, float]]:
-    """The same of each stage, simulated."""
+def replay(run: Run, seed: int, hidden: bool) -> Simulated:
+    """All its stages in one run, ended."""
     policy = POLICY.format(str(hidden).lower())
     deployed = replace(Scenario(workload="fixed", model=str(run.config), gpu="h100", tp=run.tp), **run.limits)
-    log = execute(build_run(prepare(deployed, policy, parse_policy(policy, {})[1]), requests(run, Random(seed)))).log
+    return execute(build_run(prepare(deployed, policy, parse_policy(policy, {})[1]), requests(run, Random(seed))))
+
+
+def simulate(run: Run, seed: int, hidden: bool) -> list[dict[str, float]]:
+    """The same of each stage, simulated."""
+    log = replay(run, seed, hidden).log
     order = sorted(range(log.completed), key=lambda i: log.arrival_s[i])
     ttft_ms, tpot_ms = ([1e3 * values[i] for i in order] for values in (log.ttft_s, log.tpot_s))
     found, first = [], 0

@@ -22,6 +22,20 @@ SERVER, MODEL = "Qwen3-30B-A3B-Instruct-2507", "qwen3-30b-a3b"
 TRACE = "qwen3-30b-a3b"
 
 
+def scenario(folder: Path, scratch: Path) -> Scenario:
+    """The server and its traffic, which is converted into `scratch`."""
+    convert(folder, SERVER, scratch, TRACE)
+    return Scenario(
+        trace=str(scratch / "trace.csv"),
+        model=MODEL,
+        gpu=GPU,
+        data_parallel_size=2,
+        enable_expert_parallel=True,
+        max_num_seqs=128,
+        max_num_batched_tokens=2048,
+    )
+
+
 def main() -> None:
     """Print measured and simulated figures side by side."""
     folder = asked_folder(__doc__)
@@ -29,16 +43,7 @@ def main() -> None:
         return
     with TemporaryDirectory() as name:
         scratch = Path(name)
-        convert(folder, SERVER, scratch, TRACE)
-        setup = Scenario(
-            trace=str(scratch / "trace.csv"),
-            model=MODEL,
-            gpu=GPU,
-            data_parallel_size=2,
-            enable_expert_parallel=True,
-            max_num_seqs=128,
-            max_num_batched_tokens=2048,
-        )
+        setup = scenario(folder, scratch)
         shipped = load_profile(f"{GPU}-imported")
         compare(read_measured(scratch), [shipped], lambda profile: replace(setup, profile=str(profile)))
 

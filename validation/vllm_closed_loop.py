@@ -27,6 +27,7 @@ from sim.cost.engine_profile import TODAYS, load_engine_profile
 from sim.options.policies import parse_policy
 from sim.options.scenario import Scenario
 from sim.run.prepare import prepare
+from sim.run.runs import Run
 from sim.run.simulate import build_run, execute_all
 from traces.request import Request
 
@@ -289,12 +290,19 @@ def engine_with_graphs_of(graphs_of: str, folder: Path) -> str:
     return str(path)
 
 
+def with_graphs(served: Served, folder: Path) -> Served:
+    """With an engine profile whose graphs are of the iterations that the server's were of."""
+    if served.graphs_of == "all":
+        return served
+    return replace(served, options=served.options | {"engine_profile": engine_with_graphs_of(served.graphs_of, folder)})
+
+
 def _has_ranks(row: dict[str, str]) -> bool:
     return float(row.get("attention_dp_size") or 1) > 1
 
 
-def simulate(row: Row, served: Served) -> Simulated:
-    """Replay a row."""
+def replay(row: Row, served: Served) -> Run:
+    """A row's run, ended."""
     options = {"max_model_len": row.input_tokens + row.output_tokens + 256} | served.options | served.options_of(row)
     scenario = Scenario(
         workload="fixed",
@@ -307,10 +315,16 @@ def simulate(row: Row, served: Served) -> Simulated:
     )
     policy = f"vllm-v1:async-scheduling={str(served.asynchronous).lower()}"
     setup = prepare(scenario, policy, parse_policy(policy, {})[1])
-    run = execute_all(build_run(setup, served.client.requests(row)))
+    return execute_all(build_run(setup, served.client.requests(row)))
+
+
+def simulate(row: Row, served: Served) -> Simulated:
+    """Replay a row and sum it up."""
+    run = replay(row, served)
+    limits = run.setup.limits
     ttft_ms, tpot_ms = ([s * 1e3 for s in values] for values in (run.log.ttft_s, run.log.tpot_s))
     tokens = row.concurrency * (row.input_tokens + row.output_tokens) / len(run.engines)
-    blocks = tokens / setup.limits.block_size / setup.limits.num_gpu_blocks
+    blocks = tokens / limits.block_size / limits.num_gpu_blocks
     preemptions = sum(parts.scheduler.counters.preemptions for parts in run.engines)
     return Simulated((median(ttft_ms), fmean(ttft_ms)), (median(tpot_ms), fmean(tpot_ms)), preemptions, blocks)
 
@@ -372,9 +386,8 @@ def main() -> None:
     if arguments.engine_profile:
         served = replace(served, options=served.options | {"engine_profile": arguments.engine_profile})
     with TemporaryDirectory() as folder:
-        if served.graphs_of != "all" and not arguments.engine_profile:
-            engine = engine_with_graphs_of(served.graphs_of, Path(folder))
-            served = replace(served, options=served.options | {"engine_profile": engine})
+        if not arguments.engine_profile:
+            served = with_graphs(served, Path(folder))
         compare(arguments.file, served, arguments.every, arguments.most_clients)
 
 

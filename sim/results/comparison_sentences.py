@@ -5,7 +5,8 @@ TTFT is queueing plus prefill by definition, so its causes can be named; what on
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from sim.results.report import METRICS, NONE, labels, mean_decoding, number, overload_sentences, queue_share, ratio
+from sim.results.load import mean_decoding
+from sim.results.report import METRICS, NONE, labels, number, overload_sentences, queue_share, ratio
 from sim.results.schema import Bounds, Result
 
 SAME = 0.01

@@ -35,6 +35,13 @@ def offered(result: Result) -> float | None:
     return (arrival_s.size - 1) / span_s
 
 
+def mean_decoding(result: Result) -> float | None:
+    """Requests between first and last token, averaged over the run: their rate times their stay (Little's law)."""
+    if result.mean_e2el_ms is None or result.mean_ttft_ms is None or not result.duration:
+        return None
+    return result.completed * (result.mean_e2el_ms - result.mean_ttft_ms) / 1e3 / result.duration
+
+
 def overload(result: Result) -> Overload | None:
     """Whether the queue grew to the end of the arrivals; None where it did not, or where the run cannot tell.
 

@@ -9,11 +9,18 @@ from pathlib import Path
 
 from msgspec import UNSET
 
-from sim.results.load import offered, overload
+from sim.results.load import mean_decoding, offered, overload
 from sim.results.metrics import LATENCIES
 from sim.results.result import RESULT_FILE, SERIES_FILE
 from sim.results.schema import Result
-from sim.results.sections import ResolvedScenario, Scaling, UsedEngineProfile, UsedProfile
+from sim.results.sections import (
+    Accuracy,
+    ErrorInterval,
+    ResolvedScenario,
+    Scaling,
+    UsedEngineProfile,
+    UsedProfile,
+)
 from sim.results.timeline import TIMELINE_FILE
 
 BESIDE = ("requests.parquet", "requests.csv", SERIES_FILE, TIMELINE_FILE, "figures")
@@ -159,13 +166,6 @@ def host_blocks(result: Result) -> int:
     return result.scenario.num_cpu_blocks if tier is None else tier
 
 
-def mean_decoding(result: Result) -> float | None:
-    """Requests between first and last token, averaged over the run: their rate times their stay (Little's law)."""
-    if result.mean_e2el_ms is None or result.mean_ttft_ms is None or not result.duration:
-        return None
-    return result.completed * (result.mean_e2el_ms - result.mean_ttft_ms) / 1e3 / result.duration
-
-
 def ratio(value: float | None, base: float | None) -> float | None:
     """value / base; None where either is missing or the base is 0."""
     return None if value is None or base is None or base == 0 else value / base
@@ -270,6 +270,7 @@ def run_lines(result: Result, folder: Path) -> list[str]:
             lines.append(_row("Goodput of arrivals (1/s)", f"{of_arrivals:.3f}"))
         lines.append(_row("SLOs (ms)", " ".join(result.scenario.goodput)))
     lines += [_rule("Latency, ms", "-"), *_latency_lines(result)]
+    lines += accuracy_lines(result)
     lines += [_rule("KV memory", "-"), *_memory_lines(result)]
     if result.engines:
         lines += [_rule("Engines", "-"), *_engine_lines(result)]
@@ -293,6 +294,44 @@ def _latency_lines(result: Result) -> list[str]:
     width = max(13, *(len(cell) + 1 for _, cells in rows for cell in cells))
     lines = [f"{name:<26}" + "".join(f"{cell:>{width}}" for cell in cells) for name, cells in rows]
     return [*lines, _row("Queueing's share of mean TTFT", NONE if share is None else f"{share * 100:.1f} %")]
+
+
+def accuracy_lines(result: Result) -> list[str]:
+    """Where measured values are to be expected, and by which rows; a line where nobody knows."""
+    found = result.accuracy
+    if found is UNSET:
+        return []
+    lines: list[str] = []
+    if found.intervals:
+        lines += [_rule(f"A server like it, {100 * found.share:.0f} % interval, ms", "-")]
+        lines += [f"{'':<24}" + "".join(f"{name:>18}" for name in ("mean", "median", "P99"))]
+        for latency in ("ttft", "tpot", "e2el"):
+            those = [found.intervals.get(f"{statistic}_{latency}_ms") for statistic in ("mean", "median", "p99")]
+            if any(those):
+                cells = (f"{NONE if one is None else span(one):>18}" for one in those)
+                lines.append(f"{LATENCIES[latency]:<24}{''.join(cells)}")
+        if (one := found.intervals.get("output_throughput")) is not None:
+            lines.append(_row("Output tokens (1/s)", span(one)))
+    return [*lines, *accuracy_sentences(found)]
+
+
+def accuracy_sentences(found: Accuracy) -> list[str]:
+    """Which measured rows intervals are drawn from, where these lay, and of what there are none."""
+    by_rows: dict[str, list[str]] = {}
+    for key, one in found.intervals.items():
+        words = key.removesuffix("_ms").replace("_", " ").replace("output throughput", "tokens/s")
+        statistic = words.split()[0].replace("p99", "P99")
+        by_rows.setdefault(f"{one.rows} rows, {one.configurations} configurations: {one.alike}", []).append(statistic)
+    told = [f"By ({', '.join(dict.fromkeys(names))}) {rows}." for rows, names in by_rows.items()]
+    means = {name: found.intervals.get(f"mean_{name}_ms") for name in ("ttft", "tpot", "e2el")}
+    ratios = [f"{name.upper()} {one.median_ratio:.2f}" for name, one in means.items() if one is not None]
+    told += [f"Their median, measured / simulated: mean {', '.join(ratios)}."] if ratios else []
+    return told + ([f"No error interval: {found.unknown}."] if found.unknown else [])
+
+
+def span(interval: ErrorInterval) -> str:
+    """Both ends, three digits each."""
+    return " to ".join(f"{end:,.0f}" if end >= 100.0 else f"{end:.3g}" for end in (interval.low, interval.high))
 
 
 MOST_ENGINES = 16

@@ -19,6 +19,7 @@ from sim.engine.limits import Counters, Limits, TierCounters, TierName
 from sim.errors import UserError
 from sim.files import write_atomically
 from sim.options.policies import options_of
+from sim.results.accuracy import accuracy_of
 from sim.results.contradictions import contradiction
 from sim.results.metrics import PERCENTILES, EndedRequest, RequestLog, gap_statistics
 from sim.results.schema import Result
@@ -57,7 +58,7 @@ def assemble(run: Run) -> Result:
     setup, log, counters = run.setup, run.log, _together([parts.scheduler.counters for parts in run.engines])
     gaps = run.gaps.statistics(PERCENTILES)
     goodput = log.goodput is not None
-    return Result(
+    result = Result(
         backend=run.backend,
         model_id=setup.model.name,
         policy=setup.label,
@@ -109,6 +110,7 @@ def assemble(run: Run) -> Result:
         decisions_sha256=_decisions(run),
         **_arrays(log.requests, run.detailed),
     )
+    return structs.replace(result, accuracy=accuracy_of(setup, result)) if run.backend == "kvtwin-sim" else result
 
 
 def _most_tokens_per_s(log: RequestLog, detailed: dict[int, list[float]] | None) -> int | UnsetType:

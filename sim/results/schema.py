@@ -9,6 +9,7 @@ from typing import Literal
 from msgspec import UNSET, Struct, UnsetType
 
 from sim.results.sections import (
+    Accuracy,
     Counts,
     EngineUse,
     LanesUse,
@@ -151,6 +152,8 @@ class Result(Struct, kw_only=True, frozen=True):
     """The constants that priced the run, below."""
     engine_profile: UsedEngineProfile | UnsetType = UNSET
     """What the engine cost beside the GPU, below. Absent: prices are all there is (forms `linear` and `paper`)."""
+    accuracy: Accuracy | UnsetType = UNSET
+    """How far to trust the figures, below. Absent: a live run."""
     versions: Versions
     """What produced the file, below."""
     machine: Machine | UnsetType = UNSET

@@ -166,6 +166,34 @@ class EngineUse(Struct, kw_only=True, frozen=True):
     """The same of its links to others, `link out` and `link in`. Absent: it has none."""
 
 
+class ErrorInterval(Struct, kw_only=True, frozen=True):
+    """Where a measured value is to be expected, by how far off the simulation was on servers like this one."""
+
+    low: float
+    """The simulated value over the factor within which `share` of those rows lie; each configuration counts as one."""
+    high: float
+    """The simulated value times that factor."""
+    median_ratio: float
+    """Measured over simulated, the median of those rows; 1.3: servers took 1.3 times as long."""
+    rows: int
+    """Rows that it is drawn from."""
+    configurations: int
+    """What they are of: servers of a model in a format, of an engine's release, on so many GPUs."""
+    alike: str
+    """What those servers have in common with the run: layers, GPU, weights, parallelism, load, as far as enough do."""
+
+
+class Accuracy(Struct, kw_only=True, frozen=True):
+    """How far measured servers like the run's were off ([accuracy.md](accuracy.md#intervals))."""
+
+    share: float
+    """Share of such rows within the intervals, 0 to 1."""
+    intervals: dict[str, ErrorInterval]
+    """By metric, as the result names it. Missing: too few measured configurations are like it."""
+    unknown: str | UnsetType = UNSET
+    """Why the run, or some of its metrics, have none. Absent: no more is to be said."""
+
+
 class UsedProfile(Struct, kw_only=True, frozen=True):
     """The fitted constants that priced (or, live, predicted) the run."""
 

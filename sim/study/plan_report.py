@@ -1,6 +1,6 @@
 """What `plan` says: the answer with its interval, what it hangs on, the front, and the commands that deploy it."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +9,8 @@ import msgspec
 from sim.files import write_atomically
 from sim.options.scenario import Outputs
 from sim.options.scenario_file import write_asked
+from sim.results.accuracy import SHARE
+from sim.results.sections import Accuracy
 from sim.run.files import simulate
 from sim.run.folders import clear, owning, renewing
 from sim.study.deployments import KV_DTYPE
@@ -107,6 +109,24 @@ def _figures(planned: Planned, best: Held) -> Iterator[str]:
             told.append(f"{slo.metric} {_figure(min(values) if slo.at_least else max(values))}")
     if told:
         yield f"{where}, the worst draw: {', '.join(told)}."
+        yield from error_sentences([slo.metric for slo in planned.asked.slos], results)
+
+
+def error_sentences(metrics: Sequence[str], results: Iterable[Mapping[str, Any]]) -> Iterator[str]:
+    """How far off these metrics may be, as results say by measured rows; the last result's words where they differ."""
+    told: dict[str, str] = {}
+    reasons: dict[str, None] = {}
+    for result in results:
+        # Runs that an earlier version left have none.
+        found = msgspec.convert(result.get("accuracy", {"share": SHARE, "intervals": {}}), Accuracy)
+        for name in metrics:
+            if (one := found.intervals.get(name)) is not None and (value := result[name]):
+                told[name] = f"{name} {one.low / value:.2f} to {one.high / value:.2f}"
+        reasons |= {found.unknown: None} if found.unknown else {}
+    if told:
+        yield f"Measured over simulated, of {SHARE:.0%} of servers like it: {', '.join(told.values())}."
+    if missing := [name for name in metrics if name not in told]:
+        yield f"Error of {' and '.join(missing)}: unknown ({'; '.join(reasons) or 'too few measured rows'})."
 
 
 def _next_to(planned: Planned, answer: Size) -> Iterator[str]:

@@ -9,7 +9,8 @@ from small_results import counts, lanes, small_result
 
 from sim.results.comparison import comparison_lines, print_comparison, table, write_comparison
 from sim.results.comparison_sentences import sentences
-from sim.results.report import deployment, mean_decoding, metric_values, print_run, run_lines
+from sim.results.load import mean_decoding
+from sim.results.report import deployment, metric_values, print_run, run_lines
 from sim.results.sections import TierUse
 
 

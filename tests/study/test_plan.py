@@ -15,7 +15,7 @@ from sim.options.flags import read_options
 from sim.study import search
 from sim.study.deployments import Deployment, Layouts, Space
 from sim.study.plan import Held, plan, read_plan
-from sim.study.plan_report import front, lines
+from sim.study.plan_report import error_sentences, front, lines
 from sim.study.points import Outcome
 from sim.study.search import PRECISION, Reached
 from sim.study.serve_commands import manifest, run_command, serve_commands
@@ -323,3 +323,19 @@ def test_a_plan_of_simulated_runs_goes_on_where_it_was_and_is_shown(tmp_path, mo
     pytest.importorskip("plotly")
     assert kvtwin.main(["report", "p"]) == 0
     assert "What binds it: " in (tmp_path / "p" / "report.html").read_text(encoding="utf-8")
+
+
+def test_how_far_off_the_slos_metrics_may_be_is_told_by_measured_rows():
+    of_rows = {"median_ratio": 1.0, "rows": 9, "configurations": 6, "alike": "dense"}
+    interval = {"low": 80.0, "high": 125.0, **of_rows}
+    known = {"p99_ttft_ms": 100.0, "accuracy": {"share": 0.8, "intervals": {"p99_ttft_ms": interval}}}
+    unlike = {"p99_ttft_ms": 100.0, "accuracy": {"share": 0.8, "intervals": {}, "unknown": "no measured rows"}}
+    assert [*error_sentences(["p99_ttft_ms", "p99_tpot_ms"], [known])] == [
+        "Measured over simulated, of 80% of servers like it: p99_ttft_ms 0.80 to 1.25.",
+        "Error of p99_tpot_ms: unknown (too few measured rows).",
+    ]
+    assert [*error_sentences(["p99_ttft_ms"], [unlike])] == ["Error of p99_ttft_ms: unknown (no measured rows)."]
+    # A run that an earlier version left.
+    assert [*error_sentences(["p99_ttft_ms"], [{"p99_ttft_ms": 1.0}])] == [
+        "Error of p99_ttft_ms: unknown (too few measured rows)."
+    ]

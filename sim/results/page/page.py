@@ -16,7 +16,8 @@ from sim.results.figures.data import FigureRun
 from sim.results.page.charts import Chart, charts
 from sim.results.page.saved import Section
 from sim.results.page.studies import Study
-from sim.results.report import constants, deployment, engine_overhead
+from sim.results.report import METRICS, accuracy_sentences, constants, deployment, engine_overhead, span
+from sim.results.sections import Accuracy
 from sim.results.tails import cause_rows, head_sentences, neighbour_sentences
 from sim.version import VERSION
 
@@ -37,6 +38,7 @@ class Given:
     sha256: str
     engine: str
     assumed: str
+    accuracy: list[str]
     warnings: list[str]
 
 
@@ -144,8 +146,17 @@ def _given(run: FigureRun) -> Given:
         sha256=result.profile.sha256[:12],
         engine=engine_overhead(used) if used else "none",
         assumed=", ".join(used.assumed) if used else "",
+        accuracy=[] if result.accuracy is UNSET else _intervals(result.accuracy),
         warnings=[] if result.warnings is UNSET else list(result.warnings),
     )
+
+
+def _intervals(found: Accuracy) -> list[str]:
+    """Where measured values are to be expected, in sentences."""
+    names = {metric.key: metric.name for metric in METRICS}
+    spans = [f"{names[key]} {span(one)}" for key, one in found.intervals.items()]
+    head = f"Where {100 * found.share:.0f} % of measured servers like it would lie: {'; '.join(spans)}."
+    return [*([head] if spans else []), *accuracy_sentences(found)]
 
 
 def _gib(blocks: int, block_bytes: float) -> str:
