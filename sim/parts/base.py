@@ -179,7 +179,7 @@ class Admission(Part, ABC):
     """Whether the head of the queue may start."""
 
     by_memory_alone: ClassVar[bool] = False
-    """Whether memory is all that it weighs: a batching that weighs it by a rule of its own need not ask."""
+    """Whether it weighs memory alone, so that a batching with a rule of its own keeps `keep_free` and need not ask."""
     keep_free = 0
     """Whole blocks that stay free when a prompt is placed or a swapped sequence returns."""
 

@@ -105,3 +105,21 @@ def test_the_watermark_is_kept_beside_others_alone(system, tokens):
     first, second = (outcome.by_id()[i].first_scheduled_s for i in (0, 1))
     assert first == 0.0
     assert second > 0.0
+
+
+@pytest.mark.parametrize(("batching", "most"), [("unified", 10), ("sglang", 9)])
+def test_batchings_with_a_rule_of_their_own_keep_the_admissions_watermark(batching, most):
+    """One block of a hundred. Beside a prompt of ninety, `most` blocks start where none is kept, else one less.
+
+    SGLang counts what both are to generate, too: a block.
+    """
+    limit = limits(gpu=100, max_model_len=1600, tokens=2048, chunked=True)
+
+    def starts_at_once(admission: str, blocks: int) -> bool:
+        policy = parse_policy(f"vllm-recompute:batching={batching},admission={admission}", {})[1]
+        traffic = requests((0.0, 89 * 16 + 1, 8), (0.001, blocks * 16 - 1, 1))
+        seqs = simulate(policy, traffic, limit, jump=False).by_id()
+        return seqs[1].first_scheduled_s < seqs[0].finish_s
+
+    found = {name: [starts_at_once(name, most + more) for more in (-1, 0, 1)] for name in ("memory", "watermark")}
+    assert found == {"memory": [True, True, False], "watermark": [True, False, False]}

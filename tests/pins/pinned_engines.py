@@ -95,7 +95,6 @@ PAIRS = {
     "vllm-v1": "memory=tiered-states order=mlfq order=triage",
     "ellm": "order=prefix-groups batching=request-level memory=retained",
     "pensieve": "order=mlfq",
-    "adaptive": "admission=watermark",
 }
 """Parts beside others with which no system above has them."""
 

@@ -32,7 +32,7 @@ class Running(Batching):
         Need("memory", "takes blocks chunk by chunk", offers="takes_chunks"),
         Need("eviction", "computes victims again", lacks="moves_whole"),
         Need("stage", "computes victims again", lacks="brings_layers_back"),
-        Need("admission", "admits by a rule of its own and asks none", offers="by_memory_alone"),
+        Need("admission", "admits by a rule of its own", offers="by_memory_alone"),
     )
     splits_prompts: ClassVar[bool] = True
     default_budget: ClassVar[int | None] = 8192
@@ -61,7 +61,8 @@ class Running(Batching):
         super().bind(scheduler)
         self.paged = memory = scheduler.memory
         # vLLM counts its null block.
-        self.watermark_blocks = int(self._watermark * (memory.gpu.num_blocks + 1))
+        own = int(self._watermark * (memory.gpu.num_blocks + 1))
+        self.watermark_blocks = max(own, scheduler.admission.keep_free * memory.unit)
         hooks = ("drop_unread", "decode_blocks_of", "take_next")
         # Whether a decode that neither begins a block nor fills one takes nothing.
         self._takes_whole_blocks = not any(overrides(memory, hook, Memory) for hook in hooks)

@@ -55,9 +55,10 @@ class Paced(Unified):
     options: ClassVar[type | None] = None
     memoized = ("_plans", "_seconds")
     needs: ClassVar[tuple[Need, ...]] = (
-        *Unified.needs,
         Need("order", "asks for classes and deadlines", offers=Triage),
         Need("eviction", "asks what is parked", offers=Park),
+        Need("admission", "keeps room for decodes by a rule of its own", names=("memory",)),
+        *Unified.needs,
     )
 
     @classmethod

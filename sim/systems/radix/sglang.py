@@ -47,7 +47,7 @@ class Sglang(Batching):
         Need("memory", "expects sequences to take blocks as they grow", lacks="reserves"),
         Need("eviction", "computes victims again", lacks="moves_whole"),
         Need("stage", "computes victims again", lacks="brings_layers_back"),
-        Need("admission", "admits by a rule of its own and asks none", offers="by_memory_alone"),
+        Need("admission", "admits by a rule of its own", offers="by_memory_alone"),
     )
     splits_prompts: ClassVar[bool] = True
     default_budget: ClassVar[int | None] = 8192
@@ -75,6 +75,8 @@ class Sglang(Batching):
         self.paged = memory
         self.block_size = memory.block_size
         self.pool_tokens = memory.gpu.num_blocks * self.block_size
+        self._kept_tokens = scheduler.admission.keep_free * memory.unit * self.block_size
+        """What admissions beside others leave free."""
 
     # -- what requests ask for -----------------------------------------------------------------------------------------
 
@@ -132,8 +134,11 @@ class Sglang(Batching):
     def _extend(self, plan: IterationPlan, now_s: float) -> None:
         """The half-done prompt goes on, then others start in order, until one of them finds no room."""
         order, scheduler, size = self.order, self.scheduler, self.block_size
-        budget, seats = self.budget, self.limits.max_num_seqs - len(self.batch.members)
+        members = self.batch.members
+        budget, seats = self.budget, self.limits.max_num_seqs - len(members)
         room = self.paged.gpu.free * size - self._ratio() * self._to_come()
+        if members or self.partials:
+            room -= self._kept_tokens
         for seq in list(self.partials):
             chunk = min(seq.num_tokens - seq.num_computed, budget)
             room -= self._continue(plan, seq, chunk)
@@ -213,7 +218,7 @@ class Sglang(Batching):
         falling = int((self._began_ratio - self._least_ratio) / RATIO_DECAY) - self._num_decays + 1
         for step in range(1, min(steps, max(0, falling) + size) + 1):
             room = (free - batch.blocks_needed(step) + taken) * size - self._ratio(step) * self._to_come(step)
-            if room >= self._refused:
+            if room - self._kept_tokens >= self._refused:
                 return step
         return steps
 

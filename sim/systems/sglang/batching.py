@@ -45,7 +45,7 @@ class ExtendFirst(Batching):
         Need("order", "sorts the queue as SGLang does", names=("sglang-queue",)),
         Need("eviction", "computes victims again", names=("recompute",)),
         Need("stage", "decodes what it has prefilled", names=("direct",)),
-        Need("admission", "admits by a rule of its own and asks none", offers="by_memory_alone"),
+        Need("admission", "keeps room for decodes by a rule of its own", names=("memory",)),
     )
     splits_prompts: ClassVar[bool] = True
     chunks_are_blocks: ClassVar[bool] = True
