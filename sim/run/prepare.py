@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sim.cost.changed_profile import profile_named
 from sim.cost.engine_profile import OF_POLICY, TODAYS, TODAYS_SERIAL, EngineProfile, load_engine_profile, release_of
@@ -22,10 +22,12 @@ from sim.specs.hardware import HardwareSpec, load_hardware
 from sim.specs.kv_format import KVGroups, hybrid_groups, kv_dtype, like_groups
 from sim.specs.memory import LEAST_FLASHINFER_CAPABILITY, kv_cache_blocks, state_block_size
 from sim.specs.models import ModelSpec, load_model
-from sim.specs.sparse_attention import SparseAttention, parse_sparse_attention, with_sparse_attention
 from sim.systems.base import Asked, EngineLimits, Policy
 from sim.systems.builder import STORED, options_among
 from sim.topology import DEFAULT_ROUTER, parse_weights
+
+if TYPE_CHECKING:
+    from sim.specs.sparse_attention import SparseAttention
 
 GIB = 1 << 30
 FORMS_WITH_ENGINE = ("roofline", "table")
@@ -122,6 +124,11 @@ def _prepare(asked_for: Scenario, scenario: Scenario, label: str, policy: Policy
     profile = profile_named(scenario.profile, hardware)
     model, sparse = _model(scenario, hardware, profile, warnings), None
     if scenario.sparse_attention is not None:
+        from sim.specs.sparse_attention import (  # noqa: PLC0415 - few runs have any
+            parse_sparse_attention,
+            with_sparse_attention,
+        )
+
         sparse = parse_sparse_attention(scenario.sparse_attention)
         model = with_sparse_attention(model, sparse)
         _check_sparse(sparse, scenario, profile, policy)
@@ -169,7 +176,7 @@ def _prepare(asked_for: Scenario, scenario: Scenario, label: str, policy: Policy
     )  # fmt: skip
 
 
-def _check_sparse(sparse: SparseAttention, scenario: Scenario, profile: Profile, policy: Policy) -> None:
+def _check_sparse(sparse: "SparseAttention", scenario: Scenario, profile: Profile, policy: Policy) -> None:
     """UserError where prices do not know what is read, or memory cannot forget what is not."""
     form = scenario.cost_form or profile.form
     if form in ("paper", "table"):
