@@ -180,6 +180,8 @@ def _unlike(setup: Setup) -> str | None:
         return f"too few measured rows of {setup.label}"
     if setup.hardware.name not in {row.kind.gpu for row in measured_rows()}:
         return f"no measured rows of {POLICY} on {setup.hardware.name}"
+    if setup.model.gdn is not None or setup.scenario.sparse_attention is not None:
+        return "no measured rows of linear or sparse attention"
     if setup.profile.status != "imported" or engine is None or engine.name not in ENGINES:
         return "measured rows were compared with shipped constants alone"
     if setup.decode is not None or setup.scenario.autoscale is not None:
