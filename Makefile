@@ -2,9 +2,10 @@
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
+FAST   := .fast
 DEMO   := demo-out
 
-.PHONY: demo test docs kernels fuzz pins pins-diff accuracy mutants check bench clean
+.PHONY: demo fast test docs kernels fuzz pins pins-diff accuracy mutants check bench clean
 
 $(BIN)/kvtwin: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -24,6 +25,12 @@ demo: $(BIN)/kvtwin
 	$(BIN)/kvtwin compare --scenario docs/demo-sharegpt.toml --out $(DEMO)/sharegpt
 	$(BIN)/kvtwin report $(DEMO)/azure-hour $(DEMO)/sharegpt --out $(DEMO)/report.html
 	@echo "Look at $(DEMO)/report.html; $(DEMO)/*/ have the files behind it."
+
+# A compiled copy of this, `.fast/bin/kvtwin` (docs/speed.md); it stays as it is until the next `make fast`.
+fast:
+	$(PYTHON) -m venv $(FAST)
+	KVTWIN_MYPYC=1 $(FAST)/bin/python -m pip install --quiet --disable-pip-version-check ".[report]"
+	@$(FAST)/bin/kvtwin --version
 
 # More threads than cores make small fits slower.
 test: export OMP_NUM_THREADS ?= 1
@@ -76,4 +83,4 @@ bench: $(VENV)/dev
 	$(BIN)/python benchmarks/replay_speed.py
 
 clean:
-	rm -rf $(VENV) $(DEMO) site build *.egg-info
+	rm -rf $(VENV) $(FAST) $(DEMO) site build *.egg-info

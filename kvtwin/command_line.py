@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 from sim.errors import UserError
 from sim.run.interrupts import INTERRUPTED, exit_status, sigterm_interrupts
-from sim.version import VERSION
+from sim.version import VERSION, is_compiled
 from traces.errors import TraceError
 
 BROKEN_PIPE = 141
@@ -167,7 +167,7 @@ COMMANDS = {
 def build_parser() -> Parser:
     """All commands; each is imported, and adds its flags, when it is asked for."""
     parser = Parser(prog="kvtwin", description="Which KV-cache policy for this model, GPU and traffic?")
-    parser.add_argument("--version", action="version", version=f"kvtwin {VERSION}")
+    parser.add_argument("--version", action="version", version=f"kvtwin {VERSION}{' (compiled)' * is_compiled()}")
     commands: Any = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=Parser)
     for name, (module, about) in COMMANDS.items():
         commands.add_parser(name, help=about).later(partial(_fill, name=name, module=module))

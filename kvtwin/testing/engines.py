@@ -29,6 +29,7 @@ from sim.results.metrics import Goodput, RequestLog
 from sim.specs.hardware import HardwareSpec, load_hardware
 from sim.specs.models import ModelSpec, load_model
 from sim.systems.base import Policy
+from sim.version import is_compiled
 from traces.request import Request
 
 PREFILL = (0.005, 4e-5, 2e-9)
@@ -121,14 +122,16 @@ def roofline_machine(
 class CheckedEngine(Engine):
     """Recounts every block after every step: pools agree, Eq. 5 balances, statuses follow their table; counts seats.
 
-    Questions are asked twice (`kvtwin.testing.questions`).
+    Questions are asked twice (`kvtwin.testing.questions`), unless they are compiled.
     """
 
     __slots__ = ("last", "statuses")
 
     def __init__(self, scheduler: Scheduler, predictor: LengthPredictor, on_end: Callable[[Seq], None]) -> None:
         super().__init__(scheduler, predictor, on_end)
-        ask_twice(scheduler)
+        if not is_compiled():
+            # Methods of compiled classes cannot be replaced.
+            ask_twice(scheduler)
 
     def add_request(self, request: Request) -> Seq:
         seq = super().add_request(request)

@@ -13,6 +13,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 from sim.errors import UserError
+from sim.version import is_compiled
 
 if TYPE_CHECKING:
     from kvtwin.vllm.scheduler import Adaptive, Preset
@@ -23,7 +24,10 @@ WANTED = "0.33"
 
 
 def check_vllm() -> None:
-    """UserError unless vLLM is there, in the version whose scheduler this is written for."""
+    """UserError unless vLLM is there, in the version whose scheduler this is written for, and we are not compiled."""
+    if is_compiled():
+        # Compiled memory would not ask vLLM what is free.
+        raise UserError("kvtwin.vllm: not with a compiled kvtwin; install it without KVTWIN_MYPYC")
     remedy = f"install vllm=={WANTED}.0 beside kvtwin"
     try:
         found = version("vllm")

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Generator
 from heapq import heappop, heappush
 from math import inf
+from typing import Any
 
 import simpy
 
@@ -53,7 +54,8 @@ class Instance:
         )  # fmt: skip
         self.observer = observer
         self.iterations = 0
-        self._transfers: list[tuple[float, int, Move]] = []
+        self._transfers: list[tuple[float, int, Any]] = []
+        """Copies under way by their end, s; of a member of a cluster all that it is told, by when it happens."""
         self._num_transfers = 0
         if arrivals.hears_ends:
             self._log_end = engine.on_end

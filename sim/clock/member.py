@@ -8,7 +8,6 @@ from collections import deque
 from collections.abc import Callable
 from heapq import heappop, heappush
 from math import inf
-from typing import cast
 
 import simpy
 
@@ -98,7 +97,7 @@ class Member(Instance):
         """For an engine that pulls."""
         self.take_back: Callable[[Member, float], bool] | None = None
         """For one that may decode what it prefilled for others: whether there was any."""
-        self._events: list[tuple[float, int, Event]] = cast(list[tuple[float, int, Event]], self._transfers)
+        self._events: list[tuple[float, int, Event]] = self._transfers
         self._ended = ended
         self._log_end = engine.on_end
         engine.on_end = self._end

@@ -207,8 +207,8 @@ class Pricer:
         state = StateBytes(self.hidden_bytes, self.unit_bytes / self.unit_layers)
         classes = restore_times(self.cost, split, restore.num_tokens, blocks, state)
         seconds = restored_s(classes)
-        self.lanes.h2d.reserve(start_s, sum(times.num_layers * times.h2d_s for times in classes), "restore")
-        self.lanes.compute.run(start_s, sum(times.num_layers * times.compute_s for times in classes), "restore")
+        self.lanes.h2d.reserve(start_s, sum([times.num_layers * times.h2d_s for times in classes]), "restore")
+        self.lanes.compute.run(start_s, sum([times.num_layers * times.compute_s for times in classes]), "restore")
         return start_s + seconds
 
     def _overlap(self, plan: IterationPlan, start_s: float, compute_s: float) -> float:

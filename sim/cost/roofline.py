@@ -138,8 +138,9 @@ class RooflineCost(CostModel):
     def set_launches(self, seconds: float, *, beyond_prompts: int, beyond_decodes: int) -> None:
         """Iterations with prompts of more tokens, and of more decodes, take at least `seconds`."""
         if seconds:
-            self.launches_s, self.captured_tokens, self.captured_decodes = seconds, beyond_prompts, beyond_decodes
-            self.straight_decodes = min(self.straight_decodes, beyond_decodes)
+            self.launches_s = seconds
+            self.captured_tokens, self.captured_decodes = float(beyond_prompts), float(beyond_decodes)
+            self.straight_decodes = min(self.straight_decodes, self.captured_decodes)
 
     def _set_range(self, seen: FittedRange) -> None:
         # Below the least seen, prompts cost what decodes of as many tokens do, and those begin at one.

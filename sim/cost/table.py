@@ -25,7 +25,7 @@ class TableCost(RooflineCost):
         UserError: another model, another type of weights or KV, or another number of GPUs.
     """
 
-    straight_decodes = 0
+    straight_decodes = 0.0
 
     def __init__(self, model: ModelSpec, hardware: HardwareSpec, profile: Profile, tp: int) -> None:
         super().__init__(model, hardware, profile, tp)
@@ -104,7 +104,7 @@ class TableCost(RooflineCost):
             seconds = self._chunk_s(new, max(0.0, cached))
         else:
             # Several prompts, which do not attend to each other, share a launch.
-            seconds = sum(self._chunk_s(*chunk) - self._launch_s for chunk in chunks) + self._launch_s
+            seconds = sum([self._chunk_s(*chunk) - self._launch_s for chunk in chunks]) + self._launch_s
         if num_decodes:
             context = plan.decode_context_tokens / num_decodes - 1
             seconds += self._beside_s(new, max(0.0, cached), num_decodes, context)

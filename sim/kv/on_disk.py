@@ -118,7 +118,7 @@ class DiskTieredMemory(TieredMemory):
         keys = self._names(seq)
         read = [key for key in keys[places.start : places.stop] if self.cache.get(key) is None]
         waits = read or any(key in self._coming for key in keys[places.start : places.stop])
-        wait_s = sum(move.num_blocks * (move.s_per_block or 0.0) for move in self._reads) if waits else 0.0
+        wait_s = sum([move.num_blocks * (move.s_per_block or 0.0) for move in self._reads]) if waits else 0.0
         return super()._saved_s(seq, places) - wait_s - (self.disk.read_s(len(read)) if read else 0.0)
 
     def _begin_load(self, seq: Sequence, access: Access, places: range) -> None:

@@ -41,7 +41,7 @@ from sim.results.time_use import latency_parts
 from sim.run.prepare import Setup
 from sim.run.runs import Run
 from sim.specs.json_file import convert, read_json_object
-from sim.version import VERSION
+from sim.version import VERSION, is_compiled
 
 RESULT_FILE = "result.json"
 SERIES_FILE = "series.csv"
@@ -105,7 +105,7 @@ def assemble(run: Run) -> Result:
             beyond_range=setup.cost.beyond or UNSET,
         ),
         engine_profile=_engine_profile(setup),
-        versions=Versions(kvtwin=VERSION),
+        versions=Versions(kvtwin=VERSION, compiled=is_compiled() or UNSET),
         machine=UNSET if run.machine is None else run.machine,
         decisions_sha256=_decisions(run),
         **_arrays(log.requests, run.detailed),

@@ -225,6 +225,8 @@ class Versions(Struct, kw_only=True, frozen=True):
 
     kvtwin: str
     """Version of the program."""
+    compiled: bool | UnsetType = UNSET
+    """Whether mypyc had compiled it ([speed.md](speed.md)); absent: no."""
 
 
 class Machine(Struct, kw_only=True, frozen=True):

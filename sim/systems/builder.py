@@ -100,5 +100,17 @@ def build_parts(b: Builder) -> "Parts":
         stage=cast("Stage", STAGES[names["stage"]].build(b)),
         batching=cast("Batching", BATCHINGS[names["batching"]].build(b)),
     )
+    for kind in KINDS:
+        refuse_unseen(names[kind], type(getattr(parts, kind)))
     check_needs(names, {kind: getattr(parts, kind) for kind in KINDS})
     return parts
+
+
+def refuse_unseen(name: str, kind: type) -> None:
+    """UserError where a class defines what the compiled one it derives from (setup.py) reads as an object's own."""
+    unseen = vars(kind).keys() & set(getattr(kind, "__mypyc_attrs__", ())) - {"__dict__"}
+    if unseen and "__mypyc_attrs__" not in vars(kind):
+        raise UserError(
+            f"part {name}: {kind.__qualname__} defines {', '.join(sorted(unseen))} in its class, where compiled code "
+            "does not look; assign to self in __init__, or install kvtwin without KVTWIN_MYPYC"
+        )

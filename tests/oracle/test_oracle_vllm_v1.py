@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from v1_replay import differences, first_difference, read, read_case, replay
 
+from sim.version import is_compiled
+
 CASES = sorted((Path(__file__).parent / "cases_v1").glob("*.json.gz"))
 SHARED = Path(__file__).resolve().parents[3] / "shared" / "oracle" / "v1"
 ANSWERS = sorted(SHARED.glob("*.json")) if SHARED.exists() else []
@@ -32,6 +34,8 @@ def test_every_decision_is_vllms_on_nasty_workloads(path: Path, jump: bool) -> N
 @jumped_and_stepped
 @pytest.mark.parametrize("path", ANSWERS, ids=lambda path: path.stem)
 def test_every_decision_is_vllms_on_the_reference_workloads(path: Path, jump: bool) -> None:
+    if path.stem in ENDED_FIRST and is_compiled():
+        pytest.skip("the connector's method cannot be replaced where it is compiled")
     answer = read(path)
     found = replay(answer, SHARED, jump=jump, checked=not jump, ended_first=ENDED_FIRST.get(path.stem))
     assert differences(found, answer, stepped=not jump) == [], first_difference(found, answer)

@@ -15,8 +15,10 @@ from v1_replay import read_case
 import kvtwin.vllm
 from kvtwin.vllm.settings import EngineFacts, make_setup, read_settings
 from sim.errors import UserError
+from sim.version import is_compiled
 from traces.request import Request
 
+pytestmark = pytest.mark.skipif(is_compiled(), reason="kvtwin.vllm refuses to run compiled")
 CASES = Path(__file__).parent / "cases_v1"
 MACHINE = {"model": "llama-3.1-8b", "gpu": "l20"}
 TIGHT = "ttft-slo-ms=300,tpot-slo-ms=40"

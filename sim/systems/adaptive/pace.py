@@ -83,7 +83,7 @@ class Correction:
         """Seconds taken for each of the price's; 1 as long as none is known."""
         if not self._samples:
             return 1.0
-        taken_s, priced_s = map(sum, zip(*self._samples, strict=True))
+        taken_s, priced_s = sum([taken_s for taken_s, _ in self._samples]), sum([cost_s for _, cost_s in self._samples])
         return min(MOST_FACTOR, max(LEAST_FACTOR, round(taken_s / priced_s, DIGITS))) if priced_s > 0.0 else 1.0
 
 
@@ -111,5 +111,5 @@ class Beside:
     @property
     def factor(self) -> float:
         """1 as long as none is known."""
-        taken_s, priced_s = map(sum, zip(*self._pieces, strict=True)) if self._pieces else (0.0, 0.0)
+        taken_s, priced_s = sum([taken_s for taken_s, _ in self._pieces]), sum([cost_s for _, cost_s in self._pieces])
         return min(1.0, max(LEAST_BESIDE, round(taken_s / priced_s, DIGITS))) if priced_s > 0.0 else 1.0

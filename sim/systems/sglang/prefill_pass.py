@@ -41,8 +41,8 @@ class PrefillPass:
         decodes = len(batching.running) if batching.mixes else 0
         self._input_left = settings.max_prefill_tokens - decodes
         self._splits = batching.chunk_tokens is not None
-        self._chunk_left = inf if batching.chunk_tokens is None else batching.chunk_tokens - decodes
-        self._taken: float = decodes
+        self._chunk_left = inf if batching.chunk_tokens is None else float(batching.chunk_tokens - decodes)
+        self._taken = float(decodes)
         """Of the room, with what will be generated."""
         self._taken_now = decodes
         self._taken += sum([self.kept_for(seq) for seq in batching.running])
