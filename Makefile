@@ -83,4 +83,4 @@ bench: $(VENV)/dev
 	$(BIN)/python benchmarks/replay_speed.py
 
 clean:
-	rm -rf $(VENV) $(FAST) $(DEMO) site build *.egg-info
+	rm -rf $(VENV) $(FAST) $(DEMO) site build .mypy_cache *.egg-info

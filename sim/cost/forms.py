@@ -78,9 +78,9 @@ class LinearCost(CostModel):
     def decode_run(
         self, num_decodes: int, context_tokens: int, window: WindowTokens | None = None, longest_tokens: int = 0
     ) -> tuple[float, float]:
-        within, growing = (context_tokens, num_decodes) if window is None else window
+        within, num_growing = (context_tokens, num_decodes) if window is None else window
         read = self.context_share * context_tokens + self.window_share * within
-        growing = self.context_share * num_decodes + self.window_share * growing
+        growing = self.context_share * num_decodes + self.window_share * num_growing
         return self.d0 + self.d1 * num_decodes + self.d2 * read, self.d2 * growing
 
     def unread_s(self, num_tokens: int) -> float:
