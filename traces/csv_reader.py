@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 
+from traces import slos
 from traces.errors import TraceError
 from traces.fields import Where
 from traces.files import text_blocks
@@ -31,6 +32,7 @@ class CsvFormat:
     output_hashes: str = ""
     priority: str = ""
     calls: str = ""
+    slos: str = ""
 
     @property
     def required(self) -> tuple[str, ...]:
@@ -40,7 +42,7 @@ class CsvFormat:
     @property
     def optional(self) -> tuple[str, ...]:
         """The columns that it may have and that are read."""
-        names = (self.session, self.hashes, self.block, self.output_hashes, self.priority, self.calls)
+        names = (self.session, self.hashes, self.block, self.output_hashes, self.priority, self.calls, self.slos)
         return tuple(name for name in names if name)
 
     @property
@@ -62,6 +64,7 @@ CSV_FORMATS = {
         output_hashes="output_hash_ids",
         priority="priority",
         calls="tool_calls",
+        slos="slos",
     ),
     # 2025 adds NumImages; its image tokens are not in ContextTokens' prompt text and are not read.
     "azure": CsvFormat("TIMESTAMP", "ContextTokens", "GeneratedTokens", stamps=True),
@@ -157,11 +160,11 @@ class CsvReader(LineReader):
 
     def _with_optional(self, plain: Columns, columns: list[tuple[str, ...]]) -> Columns:
         form = self.format
-        names = (form.session, form.hashes, form.block, form.output_hashes, form.priority, form.calls)
+        names = (form.session, form.hashes, form.block, form.output_hashes, form.priority, form.calls, form.slos)
         found = [columns[self.index[name]] if name in self.index else () for name in names]
         if not any(found):
             return plain
-        sessions, ids, sizes, output_ids, priorities, called = found
+        sessions, ids, sizes, output_ids, priorities, called, own_slos = found
         hashes = [tuple(map(int, cell.split())) for cell in ids]
         default = self.options.hash_block_tokens or 0
         blocks = [int(cell or 0) or default for cell in sizes] if ids and sizes else [default] * len(hashes)
@@ -182,6 +185,7 @@ class CsvReader(LineReader):
             output_hashes=output_hashes,
             priorities=[int(cell or 0) for cell in priorities],
             calls=calls,
+            slos=list(map(slos.slos_of, own_slos)),
         )
 
     def row(self, where: Where, line: str) -> Row:
@@ -203,7 +207,8 @@ class CsvReader(LineReader):
         priority = where.whole(form.priority, urgency) if urgency else 0
         session = cells[self.index[form.session]] if form.session in self.index else ""
         calls = self._calls(where, self._cell(cells, form.calls), output, output_hashes)
-        return Row(time, stamp, prompt, output, session, hashes, block, output_hashes, priority, calls)
+        own_slos = slos.check_slos(where, self._cell(cells, form.slos))
+        return Row(time, stamp, prompt, output, session, hashes, block, output_hashes, priority, calls, own_slos)
 
     @staticmethod
     def _calls(where: Where, cell: str, output: int, output_hashes: tuple[int, ...]) -> tuple[ToolCall, ...]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from itertools import repeat
 from pathlib import Path
 
+from traces import slos
 from traces.fields import Where
 from traces.hash_ids import check_hashes, check_output_hashes, hashes_fit, output_hashes_fit
 from traces.rows import Columns, LineReader, ReadOptions, Row
@@ -109,7 +110,8 @@ class JsonlReader(LineReader):
         calls = [calls_of(row.get(FIELD) or []) for row in rows] if FIELD in text else []
         if any(calls) and (any(output_hashes) or not all(map(calls_fit, calls, outputs))):
             raise ValueError("tool calls")
-        values = (prompts, outputs, sessions, hashes, blocks, output_hashes, priorities, calls)
+        own_slos = [slos.slos_of(row.get(slos.FIELD)) for row in rows] if slos.FIELD in text else []
+        values = (prompts, outputs, sessions, hashes, blocks, output_hashes, priorities, calls, own_slos)
         return Columns(list(map(float, times)), *values)
 
     def _fit(self, prompt: int, hashes: tuple[int, ...]) -> bool:
@@ -148,4 +150,5 @@ class JsonlReader(LineReader):
             remedy = "write [[AFTER_TOKENS, SECONDS, RETURNED_TOKENS], ...]"
             raise where.error(FIELD, called, "is not a list of tool calls", remedy) from None
         check_calls(where, called, calls, output, output_hashes)
-        return Row(time, shown, prompt, output, session, hashes, block, output_hashes, priority, calls)
+        own_slos = slos.check_slos(where, row.get(slos.FIELD))
+        return Row(time, shown, prompt, output, session, hashes, block, output_hashes, priority, calls, own_slos)

@@ -2,6 +2,8 @@
 
 from typing import NamedTuple
 
+from traces.slos import SLOs
+
 
 class ToolCall(NamedTuple):
     """Generation stops after `after_tokens` output tokens, while a tool works for `duration_s`; then it goes on behind
@@ -20,7 +22,7 @@ class Request(NamedTuple):
     the trace has none. The id of a partly filled last block names the whole block, generated tokens in it included, and
     `output_hash_ids` the blocks after it. `session_id` joins the turns of one conversation; empty where the trace has
     none. A lower `priority` is more urgent, as in vLLM. `calls` are in order, each after more output tokens than
-    the one before, and none after the last token.
+    the one before, and none after the last token. `slos` are its own; None: it has those of `--goodput`.
     """
 
     request_id: int
@@ -33,6 +35,7 @@ class Request(NamedTuple):
     output_hash_ids: tuple[int, ...] = ()
     priority: int = 0
     calls: tuple[ToolCall, ...] = ()
+    slos: SLOs | None = None
 
     @property
     def most_tokens(self) -> int:

@@ -20,6 +20,7 @@ from traces.fields import MOST_SECONDS, MOST_TOKENS, TIME_UNITS, Where, seconds_
 from traces.files import text_blocks
 from traces.rates import check_count
 from traces.request import ToolCall
+from traces.slos import SLOs
 
 ZeroTokens = Literal["error", "drop", "one"]
 ZERO_TOKENS: tuple[ZeroTokens, ...] = ("error", "drop", "one")
@@ -62,6 +63,7 @@ class Columns(NamedTuple):
     output_hashes: Sequence[tuple[int, ...]] = ()
     priorities: Sequence[int] = ()
     calls: Sequence[tuple[ToolCall, ...]] = ()
+    slos: Sequence[SLOs | None] = ()
 
 
 class Row(NamedTuple):
@@ -77,6 +79,7 @@ class Row(NamedTuple):
     output_hashes: tuple[int, ...] = ()
     priority: int = 0
     calls: tuple[ToolCall, ...] = ()
+    slos: SLOs | None = None
 
 
 def plainly_right(columns: Columns, previous: float, ordered: bool) -> bool:

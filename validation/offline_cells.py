@@ -143,7 +143,7 @@ def chosen(requests: list[Request], setup: Setup, slo: Goodput, share_of_time: f
     prefills, decodes = priced(work, step_prices(cost, limits.block_size, limits.num_gpu_blocks), limits, cost)
     least_s = (prefills + decodes)[:, (prefills + decodes).sum(axis=0).argmax()]
     arrivals = np.array([request.arrival_s for request in requests])
-    first, last = deadlines(arrivals, np.array([request.output_tokens for request in requests]), slo)
+    first, last = deadlines(arrivals, np.array([request.output_tokens for request in requests]), [slo] * len(requests))
     candidates = [i for i, request in enumerate(requests) if request.prompt_tokens <= limits.max_model_len]
     found = sorted(in_time(candidates, arrivals, last, least_s / share_of_time))
     prompts = np.array([PROMPT_MARGIN * cost.prefill_s(request.prompt_tokens) for request in requests])

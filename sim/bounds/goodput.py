@@ -30,8 +30,8 @@ from sim.bounds.step_price import step_prices
 from sim.bounds.work import Floats, Ints, least_work, priced
 from sim.cost.model import CostModel
 from sim.engine.limits import Limits
-from sim.results.metrics import Goodput
 from traces.request import Request
+from traces.slos import SLOs
 
 BINS = 80
 LEAST_BIN_S = 0.5
@@ -58,11 +58,12 @@ class GoodputBound(NamedTuple):
 
 
 def goodput_bound(
-    requests: Sequence[Request], limits: Limits, cost: CostModel, slo: Goodput, num_engines: int = 1
+    requests: Sequence[Request], limits: Limits, cost: CostModel, slo: SLOs, num_engines: int = 1
 ) -> GoodputBound | None:
     """The bound for engines of these limits and prices; None where prices have no linear ones, or no SLO is given."""
     prices = step_prices(cost, limits.block_size, limits.num_gpu_blocks)
-    if not prices or not requests or slo == Goodput():
+    slos = [slo if request.slos is None else request.slos for request in requests]
+    if not prices or not requests or all(one == SLOs() for one in slos):
         return None
     work, may_fail = least_work(requests, limits, cost)
     most_tokens = np.inf if limits.enable_chunked_prefill else limits.max_model_len
@@ -70,7 +71,7 @@ def goodput_bound(
     prefills, decodes = priced(work, prices, limits, cost)
     arrivals = np.array([request.arrival_s for request in requests])
     outputs = np.array([request.output_tokens for request in requests])
-    first, last = deadlines(arrivals, outputs, slo)
+    first, last = deadlines(arrivals, outputs, slos)
     span_s = 0.0
     if not may_fail.all():
         # Its tokens come one after another, each in an iteration of its own.
@@ -90,12 +91,14 @@ def goodput_bound(
     return GoodputBound(good, least_s)
 
 
-def deadlines(arrivals: Floats, outputs: Ints, slo: Goodput) -> tuple[Floats, Floats]:
-    """When the first and the last token must have come, s."""
-    first = arrivals + (np.inf if slo.ttft_s is None else slo.ttft_s)
-    last: Floats = np.where(outputs > 1, np.inf, first) if slo.tpot_s is None else first + slo.tpot_s * (outputs - 1.0)
-    if slo.e2el_s is not None:
-        last = np.minimum(last, arrivals + slo.e2el_s)
+def deadlines(arrivals: Floats, outputs: Ints, slos: Sequence[SLOs]) -> tuple[Floats, Floats]:
+    """When the first and the last token of each request must have come, s."""
+    allowed_s = np.array([[np.inf if one_s is None else one_s for one_s in slo] for slo in slos])
+    ttft_s, tpot_s, e2el_s = allowed_s.T
+    first = arrivals + ttft_s
+    # Infinite times nothing: a request of one token has no TPOT.
+    last = first + np.where(outputs > 1, tpot_s, 0.0) * np.maximum(1.0, outputs - 1.0)
+    last = np.minimum(last, arrivals + e2el_s)
     return np.minimum(first, last) + TIE_S, last + TIE_S
 
 

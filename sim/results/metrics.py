@@ -12,14 +12,14 @@ from functools import partial
 from math import sqrt
 from typing import NamedTuple, Protocol, cast
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from sim.cost.host import TIE_S
 from sim.engine.itl import GapStatistics
 from sim.engine.sequence import IGNORED, Sequence
-from sim.named_numbers import named_numbers
+from sim.errors import UserError
+from traces.slos import SLOs, parse_slos
 
 PERCENTILES = (50.0, 90.0, 95.0, 99.0)
 ARRAY_LIMIT = 100_000
@@ -33,7 +33,6 @@ LATENCIES = {
     "e2el": "End to end",
 }
 """Latencies by their names in results' fields, in words."""
-SLO_NAMES = ("ttft", "tpot", "e2el")
 
 
 class TableSink(Protocol):
@@ -64,30 +63,28 @@ ENGINE_COLUMNS = {
 """What follows them where a run has several engines; the second only where some prefill for others."""
 
 
-MOST_SLO_MS = 1e12
-"""Thirty years."""
+class Goodput(SLOs):
+    """The SLOs of requests that have none of their own, as `--goodput` says them: `ttft:500 tpot:50` (ms)."""
 
-
-class Goodput(msgspec.Struct, frozen=True):
-    """SLOs of one request, s; None where not asked for. Written `ttft:500 tpot:50` (ms)."""
-
-    ttft_s: float | None = None
-    tpot_s: float | None = None
-    e2el_s: float | None = None
+    __slots__ = ()
 
     @staticmethod
     def parse(words: Iterable[str]) -> "Goodput":
         """Read `NAME:MILLISECONDS` words as `vllm bench serve --goodput` takes them."""
-        found = named_numbers("--goodput", words, SLO_NAMES, "MILLISECONDS", MOST_SLO_MS)
-        return Goodput(**{f"{name}_s": milliseconds / 1e3 for name, milliseconds in found.items()})
+        try:
+            return Goodput(*parse_slos(words))
+        except ValueError as error:
+            raise UserError(f"--goodput: {error}") from None
 
-    def met(self, ttft_s: float, tpot_s: float, e2el_s: float) -> bool:
-        """Whether a request with these times meets every SLO."""
-        return (
-            (self.ttft_s is None or ttft_s <= self.ttft_s)
-            and (self.tpot_s is None or tpot_s <= self.tpot_s)
-            and (self.e2el_s is None or e2el_s <= self.e2el_s)
-        )
+
+class Attained(NamedTuple):
+    """How many requests of some SLOs ended, and how many of them met these."""
+
+    ended: int
+    good: int
+
+
+NONE_ATTAINED = Attained(0, 0)
 
 
 class EndedRequest(NamedTuple):
@@ -130,6 +127,9 @@ class RequestLog:
         self.num_broken_off = 0
         """Of those ignored, the ones that had been scheduled before."""
         self.good = 0
+        """Requests completed that met every SLO they have."""
+        self.by_slos: dict[SLOs, Attained] = {}
+        """Of requests that have SLOs of their own."""
         self.prompt_tokens = 0
         self.output_tokens = 0
         self.first_arrival_s = float("inf")
@@ -181,8 +181,12 @@ class RequestLog:
         self.ttft_s.append(ttft_s)
         self.e2el_s.append(e2el_s)
         self.queue_s.append(queue_s)
-        if self.goodput is not None and self.goodput.met(ttft_s, tpot_s, e2el_s - seq.tool_s):
-            self.good += 1
+        own = seq.request.slos
+        slos = self.goodput if own is None else own
+        good = slos is None or slos.met(ttft_s, tpot_s, e2el_s - seq.tool_s)
+        self.good += good
+        if own is not None:
+            self._count_own(own, good=good)
         self._keep((request_id, arrival_s, prompt_tokens, num_output, queue_s, ttft_s, e2el_s, ""))
         if self.table is not None:
             times = (queue_s, ttft_s, tpot_s, e2el_s)
@@ -194,10 +198,21 @@ class RequestLog:
         request = seq.request
         self.ignored += 1
         self.num_broken_off += seq.first_scheduled_s >= 0.0
+        if request.slos is not None:
+            self._count_own(request.slos, good=False)
         self._keep((request.request_id, arrival_s, request.prompt_tokens, 0, 0.0, 0.0, 0.0, seq.error))
         if self.table is not None:
             row = (request.request_id, arrival_s, request.prompt_tokens, 0, 0.0, 0.0, 0.0, 0.0)
             self.table.write((*row, seq.num_preemptions, "ignored", *where))
+
+    def _count_own(self, slos: SLOs, *, good: bool) -> None:
+        ended, met = self.by_slos.get(slos, NONE_ATTAINED)
+        self.by_slos[slos] = Attained(ended + 1, met + good)
+
+    @property
+    def has_slos(self) -> bool:
+        """Whether any request has SLOs, of its own or those of `--goodput`."""
+        return self.goodput is not None or bool(self.by_slos)
 
     def _keep(self, row: tuple[int, float, int, int, float, float, float, str]) -> None:
         if self.requests is not None:

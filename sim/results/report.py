@@ -18,6 +18,7 @@ from sim.results.sections import (
     ErrorInterval,
     ResolvedScenario,
     Scaling,
+    SLOClass,
     UsedEngineProfile,
     UsedProfile,
 )
@@ -259,7 +260,10 @@ def run_lines(result: Result, folder: Path) -> list[str]:
     if not result.complete:
         lines.append(_row("Ended early", result.error or "interrupted"))
     values = metric_values(result)
-    lines += [_row(metric.name, metric.text(values[metric.key])) for metric in METRICS[:7]]
+    for metric in METRICS[:7]:
+        lines.append(_row(metric.name, metric.text(values[metric.key])))
+        if metric.key == "ignored" and result.rejected:
+            lines.append(_row("  of them rejected", f"{result.rejected:,}"))
     if (found := overload(result)) is not None:
         lines += [_row("Overloaded", "the queue grew to the end:"), f"  {OVERLOADED}, {found}"]
     if result.request_goodput is not None:
@@ -269,6 +273,7 @@ def run_lines(result: Result, folder: Path) -> list[str]:
         if (of_arrivals := values["goodput_of_arrivals"]) is not None:
             lines.append(_row("Goodput of arrivals (1/s)", f"{of_arrivals:.3f}"))
         lines.append(_row("SLOs (ms)", " ".join(result.scenario.goodput)))
+        lines += [_row(f"  of {one.num_prompts:,}: {one.slos}", _percent(one)) for one in result.slo_classes or []]
     lines += [_rule("Latency, ms", "-"), *_latency_lines(result)]
     lines += accuracy_lines(result)
     lines += [_rule("KV memory", "-"), *_memory_lines(result)]
@@ -280,6 +285,10 @@ def run_lines(result: Result, folder: Path) -> list[str]:
     beside = [name for name in BESIDE if (folder / name).exists()]
     lines += [_row("Beside it", " ".join(beside))] if beside else []
     return [*lines, "=" * 66]
+
+
+def _percent(one: SLOClass) -> str:
+    return f"{one.good / one.num_prompts * 100:.1f} % meet them"
 
 
 def _latency_lines(result: Result) -> list[str]:

@@ -31,6 +31,7 @@ from sim.results.sections import (
     LatencyParts,
     ResolvedScenario,
     Scaling,
+    SLOClass,
     TierUse,
     UsedEngineProfile,
     UsedProfile,
@@ -49,6 +50,12 @@ OPTIONS = {f.name: f.metadata for f in fields(ResolvedScenario)}
 """Fields of a result's scenario: options as `Scenario` declares them, and what they resolved to."""
 COUNTED = [f.name for f in structs.fields(Counters) if f.type is int]
 """What engines count that adds up."""
+MOST_SLO_CLASSES = 100
+"""Of unlike SLOs; a trace that has more is not told class by class."""
+OF_GOODPUT = "--goodput"
+"""In the place of the SLOs of requests that have none of their own."""
+REJECTED = "rejected:"
+"""How reasons begin for which a policy turns requests away."""
 INFINITE = "inf"
 """How vLLM writes an infinite request rate."""
 
@@ -57,7 +64,7 @@ def assemble(run: Run) -> Result:
     """The result of a run that has ended; equal scenarios and seeds give equal ones."""
     setup, log, counters = run.setup, run.log, _together([parts.scheduler.counters for parts in run.engines])
     gaps = run.gaps.statistics(PERCENTILES)
-    goodput = log.goodput is not None
+    goodput = log.has_slos
     result = Result(
         backend=run.backend,
         model_id=setup.model.name,
@@ -79,6 +86,8 @@ def assemble(run: Run) -> Result:
         max_concurrent_requests=log.max_concurrent_requests(),
         request_goodput=log.rate(log.good) if goodput else None,
         goodput_attainment=log.good / log.ended if goodput and log.ended else None,
+        slo_classes=_slo_classes(log),
+        rejected=sum(n for reason, n in counters.ignored.items() if reason.startswith(REJECTED)) or UNSET,
         **log.latencies(),
         **gap_statistics(gaps),
         itl_percentiles="exact" if gaps is None or gaps.exact else "from bins, within 0.01 %",
@@ -96,7 +105,7 @@ def assemble(run: Run) -> Result:
         tiers=[TierUse(tier=name, **structs.asdict(tier)) for name, tier in counters.tiers.items()] or UNSET,
         engines=_engines(run) if len(run.engines) > 1 else UNSET,
         scaling=UNSET if run.lives is None else _scaling(run, run.lives),
-        warnings=[*setup.warnings, *_warnings(setup, counters), *_grown(log, setup.limits)],
+        warnings=[*setup.warnings, *_warnings(setup, counters), *_grown(log, setup.limits), *_own_slos(setup, log)],
         scenario=_scenario(setup),
         profile=UsedProfile(
             name=setup.profile.name,
@@ -111,6 +120,18 @@ def assemble(run: Run) -> Result:
         **_arrays(log.requests, run.detailed),
     )
     return structs.replace(result, accuracy=accuracy_of(setup, result)) if run.backend == "kvtwin-sim" else result
+
+
+def _slo_classes(log: RequestLog) -> list[SLOClass] | UnsetType:
+    """By the SLOs that requests have, the most requests first."""
+    if not log.by_slos or len(log.by_slos) > MOST_SLO_CLASSES:
+        return UNSET
+    counts = {str(slos): counted for slos, counted in log.by_slos.items()}
+    ended, good = map(sum, zip(*counts.values(), strict=True))
+    rows = [SLOClass(slos=slos, num_prompts=one.ended, good=one.good) for slos, one in counts.items()]
+    if rest := log.ended - ended:
+        rows.append(SLOClass(slos=OF_GOODPUT, num_prompts=rest, good=log.good - good))
+    return sorted(rows, key=lambda row: (-row.num_prompts, row.slos))
 
 
 def _most_tokens_per_s(log: RequestLog, detailed: dict[int, list[float]] | None) -> int | UnsetType:
@@ -271,6 +292,16 @@ def _grown(log: RequestLog, limits: Limits) -> list[str]:
         f"{grown} context{'s' * (grown != 1)} grew past --max-model-len {most}: output lengths are the trace's; "
         "vLLM would have ended them there"
     ]
+
+
+def _own_slos(setup: Setup, log: RequestLog) -> list[str]:
+    """What is said where a policy keeps all requests to the same SLOs, and some have their own."""
+    policy = setup.policy
+    told = [one for one in (policy, *policy.mixed_options) if hasattr(one, "tpot_slo_ms")]
+    if not log.by_slos or all(getattr(one, "keeps_own_slos", not getattr(one, "slo_aware", True)) for one in told):
+        return []
+    num = sum(ended for ended, _ in log.by_slos.values())
+    return [f"{num:,} requests have SLOs of their own: goodput counts these, and {policy.name} keeps to its options'"]
 
 
 def _limits_in(reason: str, limits: Limits) -> str:

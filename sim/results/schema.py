@@ -17,6 +17,7 @@ from sim.results.sections import (
     Machine,
     ResolvedScenario,
     Scaling,
+    SLOClass,
     TierUse,
     UsedEngineProfile,
     UsedProfile,
@@ -55,6 +56,8 @@ class Result(Struct, kw_only=True, frozen=True):
     """Requests given up: they can never fit, their client left, or what they held was lost."""
     failed: int
     """The same number, under vLLM's name."""
+    rejected: int | UnsetType = UNSET
+    """Of those ignored, the ones that the policy turned away for their SLOs. Absent: none."""
     total_input_tokens: int
     """Prompt tokens of the requests completed."""
     total_output_tokens: int
@@ -71,10 +74,12 @@ class Result(Struct, kw_only=True, frozen=True):
     max_concurrent_requests: int
     """Most requests in flight at once, of those completed: from arrival up to their last token."""
     request_goodput: float | None
-    """Requests that met every SLO / `duration`, requests/s. None: no SLOs (`--goodput`)."""
+    """Requests that met every SLO / `duration`, requests/s. None: no SLOs (`--goodput`, or the trace's own)."""
     goodput_attainment: float | None
     """Requests that met every SLO / requests that ended, 0 to 1; an ignored one met none. None: no SLOs, or nothing
     ended."""
+    slo_classes: list[SLOClass] | UnsetType = UNSET
+    """The same by the SLOs that requests have. Absent: all have those of `--goodput`, or more than 100 unlike ones."""
 
     mean_ttft_ms: float | None
     median_ttft_ms: float | None

@@ -33,9 +33,21 @@ class Counts(Struct, kw_only=True, frozen=True):
     prefix_evicted_blocks: int
     """Cached blocks that were given up for others."""
     ignored: dict[str, int]
-    """Reason: requests ignored for it. Reasons that begin with `failed:` are failed copies and kernels."""
+    """Reason: requests ignored for it. Reasons that begin with `failed:` are failed copies and kernels, those with
+    `rejected:` what a policy turned away for its SLOs."""
     # By name; which there are is the policy's business. In the file they stand among the others.
     policy: dict[str, int] = field(default_factory=dict)
+
+
+class SLOClass(Struct, kw_only=True, frozen=True):
+    """Requests of the same SLOs."""
+
+    slos: str
+    """As the trace has them, `ttft:500 tpot:50` (ms); `--goodput`: those of requests that have none of their own."""
+    num_prompts: int
+    """Requests that ended."""
+    good: int
+    """Of these, the ones that met all of them."""
 
 
 class LatencyParts(Struct, kw_only=True, frozen=True):

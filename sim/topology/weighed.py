@@ -11,9 +11,9 @@ from random import Random
 from typing import ClassVar
 
 from sim.errors import UserError
-from sim.named_numbers import named_numbers
 from sim.topology.prefix_tree import hash_ids_of
 from sim.topology.routers import EngineView, Router
+from traces.named_numbers import named_numbers
 from traces.request import Request
 
 MATCHED_TOKENS = 256 * 16
@@ -116,4 +116,7 @@ def parse_weights(router: str, words: Sequence[str]) -> dict[str, float]:
     if words and router not in WEIGHED:
         raise UserError(f"--router-weights: {router} weighs nothing; take --router {' or '.join(WEIGHED)}")
     names = WEIGHED[router].shipped if words else ()
-    return named_numbers("--router-weights", words, names, "WEIGHT", MOST_WEIGHT, may_be_zero=True)
+    try:
+        return named_numbers(words, names, "WEIGHT", MOST_WEIGHT, may_be_zero=True)
+    except ValueError as error:
+        raise UserError(f"--router-weights: {error}") from None

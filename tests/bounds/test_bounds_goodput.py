@@ -25,6 +25,7 @@ from sim.results.metrics import Goodput
 from sim.specs.models import load_model
 from sim.systems import POLICIES
 from traces.request import Request
+from traces.slos import SLOs
 
 SLO = Goodput(ttft_s=1.0, tpot_s=0.1)
 
@@ -375,12 +376,14 @@ def met(seq: Sequence, slo: Goodput) -> bool:
 
 
 @settings(max_examples=15, deadline=None)
-@given(tiny, st.integers(6, 9), st.integers(1, 3), st.floats(0.01, 0.12), st.floats(0.01, 0.05))
-def test_nor_does_any_preset_on_tiny_requests(rows, blocks, seats, ttft_s, tpot_s):
+@given(tiny, st.integers(6, 9), st.integers(1, 3), st.floats(0.01, 0.12), st.floats(0.01, 0.05), st.floats(0.2, 5.0))
+def test_nor_does_any_preset_on_tiny_requests(rows, blocks, seats, ttft_s, tpot_s, times_s):
     """Where the bound is near what search finds, and a preset that computes too little would show."""
     times = np.cumsum([gap_s for gap_s, _, _ in rows])
     arrivals = requests(*((float(t), prompt, output) for t, (_, prompt, output) in zip(times, rows, strict=True)))
-    slo = Goodput(ttft_s=ttft_s, tpot_s=tpot_s)
+    slo, own = Goodput(ttft_s=ttft_s, tpot_s=tpot_s), SLOs(ttft_s=ttft_s * times_s, tpot_s=tpot_s / times_s)
+    # Every second request has SLOs of its own, so that deadlines are not in the order of arrivals.
+    arrivals = [one._replace(slos=own) if one.request_id % 2 else one for one in arrivals]
     for name in ALONE:
         policy = POLICIES[name]()
         limit = conformance.limits_of(policy, limits(gpu=blocks, host=100, max_model_len=64), seats, None)

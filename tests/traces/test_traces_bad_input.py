@@ -16,6 +16,7 @@ OWN = "arrival_s,prompt_tokens,output_tokens\n0.0,10,2\n"
 AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.68,374,44\n"
 JSONL = '{"timestamp": 0, "input_length": 10, "output_length": 2}\n'
 NAMED = "arrival_s,prompt_tokens,output_tokens,hash_ids,hash_block_tokens,output_hash_ids,priority\n"
+OWN_SLOS = "arrival_s,prompt_tokens,output_tokens,slos\n"
 
 BAD_ROWS = [
     # text, line, then what the message must hold: field, value, remedy
@@ -76,6 +77,13 @@ BAD_ROWS = [
     ),
     (NAMED + "0.0,33,40,1 2,16,4 5,0\n", 2, ["output_hash_ids (4, 5)", "after 2 hash_ids", "partly filled last one"]),
     (NAMED + "0.0,33,40,,16,4 5,0\n", 2, ["output_hash_ids (4, 5)", "after 0 hash_ids", "leave output_hash_ids empty"]),
+    (
+        OWN_SLOS + "0.0,33,40,ttft:0.5s\n",
+        2,
+        ["slos", "'ttft:0.5s'", "NAME:MILLISECONDS", "ttft:500 tpot:50"],
+    ),
+    (OWN_SLOS + "0.0,33,40,tpot:5 tpot:6\n", 2, ["slos", "tpot is given twice"]),
+    (JSONL + '{"timestamp": 1, "input_length": 9, "output_length": 2, "slos": 500}\n', 2, ["slos 500", "not text"]),
     (NAMED + "0.0,33,40,,16,,1.5\n", 2, ["priority", "'1.5'", "fraction", "whole number"]),
     (
         JSONL + '{"timestamp": 1, "input_length": 9, "output_length": 2, "hash_ids": [1], "output_hash_ids": [2]}\n',

@@ -13,9 +13,13 @@ from traces.errors import TraceError
 from traces.hash_ids import output_blocks
 from traces.readers import open_trace
 from traces.request import Request
+from traces.slos import SLOs
 from traces.writers import write_trace
 
 names = st.text(st.characters(codec="utf-8", exclude_characters="\r\n\0"), max_size=6)
+
+milliseconds = st.none() | st.integers(1, 10**9).map(lambda ms: ms / 1e3)
+own_slos = st.none() | st.builds(SLOs, milliseconds, milliseconds, milliseconds).filter(any)
 
 
 @st.composite
@@ -31,7 +35,8 @@ def requests(draw):
         more = draw(st.integers(most - 1, most)) if 0 < most < 100 else 0
         output_hashes = tuple(draw(st.integers(-5, 2**63)) for _ in range(more))
         priority = draw(st.just(0) | st.integers(-(2**63), 2**63))
-        stream.append(Request(i, time + 0.0, prompt, output, draw(names), hashes, block, output_hashes, priority))
+        row = Request(i, time + 0.0, prompt, output, draw(names), hashes, block, output_hashes, priority)
+        stream.append(row._replace(slos=draw(own_slos)))
     return stream
 
 
@@ -67,6 +72,7 @@ def test_mooncakes_jsonl_reads_back(tmp_path):
     )
     assert list(open_trace(path)) == stream
     more = [*stream, Request(2, 2.0, 600, 500, "", (1, 2), 512, (3,), 7), Request(3, 2.0, 5, 5, priority=-1)]
+    more.append(Request(4, 2.0, 5, 5, slos=SLOs(ttft_s=0.5, tpot_s=0.0501)))
     write_trace(more, path)
     assert list(open_trace(path)) == more
 

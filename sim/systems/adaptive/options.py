@@ -1,7 +1,7 @@
 """Options of `adaptive`'s parts, wherever they are mixed in."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from sim.engine.predictor import ACCURACY, LengthPredictor, build_predictor
 from sim.errors import UserError
@@ -16,9 +16,16 @@ TTFT_MS, TPOT_MS = 3000.0, 200.0
 class AdaptiveOptions(AsyncScheduling):
     """What is to be met, and what is known of output lengths."""
 
+    keeps_own_slos: ClassVar[bool] = True
+    """Each request's, where the trace has them."""
     ttft_slo_ms: float | None = option(None, f"TTFT to meet, ms (default: that of --goodput, else {TTFT_MS:g})")
     tpot_slo_ms: float | None = option(None, f"TPOT to meet, ms (default: that of --goodput, else {TPOT_MS:g})")
-    patience_s: float = option(0.0, "what has waited so long is served whatever it costs, s; 0: nothing is")
+    patience_s: float = option(
+        0.0, "what has waited so long is served whatever it costs, s; 0: nothing is", only=Only("late", "wait")
+    )
+    late: Literal["wait", "refuse"] = option(
+        "wait", "what cannot have its first token in time waits for the time that is left, or is turned away (refuse)"
+    )
     mechanism: Literal["price", "swap"] = option(
         "price", "what leaves is swapped, or computed again where that costs less (price), or always swapped (swap)"
     )

@@ -144,10 +144,10 @@ class Paced(Unified):
         self.find_worth()
         if not self.is_due(pending):
             return 0
-        rate, within_s, tokens, worth = AHEAD * order.kept_tokens_per_s, order.ttft_slo_s / 2, 0, self._worth
+        rate, tokens, worth = AHEAD * order.kept_tokens_per_s, 0, self._worth
         for seq in pending:
             tokens += seq.num_tokens - seq.num_computed
-            left_s = seq.request.arrival_s + within_s - now_s
+            left_s = seq.request.arrival_s + order.ttft_of(seq.request) / 2 - now_s
             if left_s <= 0.0:
                 return self.limit
             if tokens / left_s > rate:

@@ -14,9 +14,10 @@ from sim.engine.sequence import Sequence
 from sim.systems.adaptive.triage import DEFERRED, FOREVER_S, HOPELESS, KEPT, TIE_S, Triage
 
 Floats = NDArray[np.float64]
-NUM_COLUMNS = 8
-STATE, GENERATED, PROMPT, MEDIAN, IS_EXACT, FIRST_S, ARRIVAL_S, NUMBER = range(NUM_COLUMNS)
-"""GENERATED: of those that decode, less the batch's step. FIRST_S: when the first token came, -inf if it was late."""
+NUM_COLUMNS = 9
+STATE, GENERATED, PROMPT, MEDIAN, IS_EXACT, FIRST_S, ARRIVAL_S, NUMBER, TPOT_S = range(NUM_COLUMNS)
+"""GENERATED: of those that decode, less the batch's step. FIRST_S: when the first token came, -inf if it was late.
+TPOT_S: that it is to meet."""
 DECODES, LEAVING, AWAY, RETURNING = range(4)
 """States: in the batch, on its way to the host, there, on its way back."""
 
@@ -50,11 +51,11 @@ class Prospects:
             if row == self.columns.shape[1]:
                 self.columns = np.concatenate((self.columns, np.zeros_like(self.columns)), axis=1)
         request, median = seq.request, seq.predicted_median_tokens
-        late = seq.first_token_s > request.arrival_s + self.order.ttft_slo_s + TIE_S
+        late = seq.first_token_s > request.arrival_s + self.order.ttft_of(request) + TIE_S
         self.columns[:, row] = (
             DECODES, seq.num_generated - self.order.batch.step, request.prompt_tokens, median,
             median == seq.predicted_lower_tokens, -inf if late else seq.first_token_s, request.arrival_s,
-            request.request_id,
+            request.request_id, self.order.tpot_of(request),
         )  # fmt: skip
 
     def stands(self, seq: Sequence, state: int) -> None:
@@ -88,12 +89,12 @@ class Prospects:
         order = self.order
         now_s, price = order.scheduler.now_s, order.price
         columns = self.columns[:, : len(self.seqs)]
-        state, base, prompt, median, is_exact, first_s, arrival_s, number = columns
+        state, base, prompt, median, is_exact, first_s, arrival_s, number, tpot_s = columns
         generated = base + (state == DECODES) * order.batch.step
         context = prompt + generated
         left = price.all_tokens_left(median, is_exact != 0.0, generated, context)
         rank_s = price.decodes_s(left, context, np.maximum)
-        laxity_s = first_s + order.tpot_slo_s * (generated + left - 1) - now_s - left * iteration_s
+        laxity_s = first_s + tpot_s * (generated + left - 1) - now_s - left * iteration_s
         kind = (rank_s > order.price_limit_s) * DEFERRED
         kind[laxity_s < 0.0] = HOPELESS
         if order.patience_s:

@@ -29,7 +29,7 @@ from bisect import bisect_left, bisect_right, insort
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from itertools import accumulate, compress, islice
-from math import floor, inf, sqrt
+from math import ceil, floor, inf, sqrt
 from operator import itemgetter
 from typing import TYPE_CHECKING, ClassVar, NamedTuple, Self
 
@@ -39,6 +39,7 @@ from sim.parts.base import Order
 from sim.systems.adaptive.options import AdaptiveOptions
 from sim.systems.adaptive.pace import Beside, Correction, Pace
 from sim.systems.adaptive.request_price import Outlook, RequestPrice, make_outlook
+from traces.request import Request
 
 if TYPE_CHECKING:
     from sim.engine.scheduler import Scheduler
@@ -71,6 +72,10 @@ PACE = 0.9
 """Of the TPOT, that an iteration is to take at most."""
 FIRST_ITERATIONS = 2.0
 """That a first token waits for beside its prompt's own time: the one under way, and the one that computes it."""
+TOO_LATE = "rejected: its first token would come too late"
+"""As Mooncake's requests are told that are turned away for theirs."""
+MOST_TPOTS = 8
+"""Of those that arrivals ask for, that are compared."""
 QUIET_S = 10.0
 URGENT = 1 / 3
 FOREVER_S = 1e12
@@ -97,14 +102,17 @@ class Arrival(NamedTuple):
     by_time: float
     """Iterations of a full batch that it fills, by blocks or seats alone and by time alone."""
     kept: bool
+    tpot_slo_s: float
+    """That it is to meet."""
 
 
 class Triage(Order):
     """A queue by class.
 
     Args:
-        ttft_slo_s, tpot_slo_s: what requests are to meet.
+        ttft_slo_s, tpot_slo_s: what requests are to meet that say nothing of it themselves (`Request.slos`).
         patience_s: a request that has waited so long is kept whatever it costs; 0: none is.
+        refuses: hopeless requests that have had no token are turned away.
     """
 
     name: ClassVar[str] = "triage"
@@ -112,8 +120,11 @@ class Triage(Order):
     sticky: ClassVar[bool] = False
     memoized = ("_num_decodes", "_context_tokens", "_decodes_s")
 
-    def __init__(self, ttft_slo_s: float, tpot_slo_s: float, patience_s: float = 0.0) -> None:
+    def __init__(self, ttft_slo_s: float, tpot_slo_s: float, patience_s: float = 0.0, *, refuses: bool = False) -> None:
         self.ttft_slo_s, self.tpot_slo_s, self.patience_s = ttft_slo_s, tpot_slo_s, patience_s
+        self.refuses = refuses
+        self.kept_tpot_s = tpot_slo_s
+        """The TPOT that iterations keep to: that of some of the last arrivals."""
         self._queue: list[tuple[Place, Sequence]] = []
         self._place: dict[Sequence, Place] = {}
         # Of requests that wait and have a predicted length: while they wait, theirs does not change.
@@ -155,7 +166,8 @@ class Triage(Order):
     @classmethod
     def build(cls, b: "Builder") -> Self:
         options = b.options(AdaptiveOptions)
-        return cls(options.ttft_slo_s, options.tpot_slo_s, options.patience_s)
+        refuses = options.late == "refuse"
+        return cls(options.ttft_slo_s, options.tpot_slo_s, options.patience_s, refuses=refuses)
 
     def bind(self, scheduler: "Scheduler") -> None:
         super().bind(scheduler)
@@ -163,7 +175,7 @@ class Triage(Order):
         limits = scheduler.limits
         longest = limits.max_model_len if scheduler.batching.stops_at_max_model_len else inf
         self.price = RequestPrice(self.cost, limits, longest)
-        self.price.keep_pace(PACE * self.tpot_slo_s)
+        self.price.keep_pace(PACE * self.kept_tpot_s)
         self.pace, self.correction, self.beside = Pace(), Correction(self.cost), Beside()
         self._correct()
         self._asks_anew = limits.window is not None or self.cost.follows_longest
@@ -173,6 +185,16 @@ class Triage(Order):
     def num_generated_of(self, seq: Sequence) -> int:
         """Output tokens that it has had."""
         return self.scheduler.num_generated_of(seq)
+
+    def ttft_of(self, request: Request) -> float:
+        """TTFT that it is to meet, s."""
+        slos = request.slos
+        return self.ttft_slo_s if slos is None or slos.ttft_s is None else slos.ttft_s
+
+    def tpot_of(self, request: Request) -> float:
+        """TPOT that it is to meet, s."""
+        slos = request.slos
+        return self.tpot_slo_s if slos is None or slos.tpot_s is None else slos.tpot_s
 
     def outlook(self, seq: Sequence) -> Outlook:
         """What its class follows from."""
@@ -186,11 +208,11 @@ class Triage(Order):
             prompt_s = price.prefill_s(num_tokens) * (1.0 + TIE * (request.request_id * GOLDEN % 1.0))
             work_s += price.prompt_work_s(prompt_s)
         if seq.first_token_s < 0.0:
-            due_s = request.arrival_s + self.ttft_slo_s
+            due_s = request.arrival_s + self.ttft_of(request)
             return make_outlook((due_s, FIRST_ITERATIONS, PREFILL_MARGIN * prompt_s, work_s, prompt_s))
-        if seq.first_token_s > request.arrival_s + self.ttft_slo_s + TIE_S:
+        if seq.first_token_s > request.arrival_s + self.ttft_of(request) + TIE_S:
             return make_outlook((-inf, left, prompt_s, work_s, inf))
-        due_s = seq.first_token_s + self.tpot_slo_s * (generated + left - 1)
+        due_s = seq.first_token_s + self.tpot_of(request) * (generated + left - 1)
         return make_outlook((due_s, left, prompt_s, work_s, inf))
 
     def remaining_s(self, seq: Sequence) -> float:
@@ -225,7 +247,7 @@ class Triage(Order):
         """When the first token of one that waits must have come; inf where it has, or is waited for however late."""
         if seq.first_token_s >= 0.0 or self.is_impatient(seq):
             return inf
-        return seq.request.arrival_s + self.ttft_slo_s
+        return seq.request.arrival_s + self.ttft_of(seq.request)
 
     def most_decodes(self) -> float:
         """How many may decode together so that all that are kept meet their TPOT; no limit where none can be left."""
@@ -248,7 +270,11 @@ class Triage(Order):
         due_s, num_left, prompt_s, work_s, first_s = outlook
         if due_s - self.scheduler.now_s - num_left * iteration_s - prompt_s < 0.0:
             return HOPELESS
-        return KEPT if work_s <= self.price_limit_s or first_s <= self.most_prompt_s else DEFERRED
+        if work_s > self.price_limit_s and first_s > self.most_prompt_s:
+            return DEFERRED
+        # Its tokens would come too slowly.
+        is_tight = seq.first_token_s < 0.0 and self.tpot_of(seq.request) < self.kept_tpot_s - TIE_S
+        return DEFERRED if is_tight else KEPT
 
     # -- arrivals ----------------------------------------------------------------------------------------------------
 
@@ -258,8 +284,8 @@ class Triage(Order):
         kept, price, num_tokens = self._insert(seq, outlook) == KEPT, self.price, seq.num_tokens
         left, prompt_s = price.tokens_left(seq, 0), outlook.first_s
         decodes_s, by_limit = price.decodes_s(left, num_tokens), price.iterations_by_limit(left, num_tokens, prompt_s)
-        arrival_s = seq.request.arrival_s
-        self._arrivals.append(Arrival(arrival_s, decodes_s, num_tokens, prompt_s, left, *by_limit, kept))
+        arrival_s, tpot_s = seq.request.arrival_s, self.tpot_of(seq.request)
+        self._arrivals.append(Arrival(arrival_s, decodes_s, num_tokens, prompt_s, left, *by_limit, kept, tpot_s))
         self._num_arrivals += 1
         if self._num_arrivals % EVERY == 0:
             self._find_price_limit()
@@ -271,8 +297,9 @@ class Triage(Order):
         if span_s <= 0.0:
             return
         self.num_price_limits += 1
+        self._choose_tpot(span_s)
         self._correct()
-        _, decodes_s, prompt_tokens, prompt_s, num_tokens, by_room, by_time, kept = zip(*arrivals, strict=True)
+        _, decodes_s, prompt_tokens, prompt_s, num_tokens, by_room, by_time, kept, _ = zip(*arrivals, strict=True)
         self.kept_tokens_per_s = sum(compress(prompt_tokens, kept)) / span_s
         iterations_by_room, iterations_by_time = sum(by_room), sum(by_time)
         is_limit = iterations_by_time >= iterations_by_room
@@ -287,7 +314,7 @@ class Triage(Order):
         price.beside = self.beside.factor
         self._decode_share = 1.0 - min(0.8, self.kept_tokens_per_s * price.token_s * price.beside)
         prompt_share = price.beside * sum(compress(prompt_s, some)) / sum(compress(num_tokens, some))
-        price.keep_pace(PACE * self.tpot_slo_s, prompt_share, is_limit=is_limit)
+        price.keep_pace(PACE * self.kept_tpot_s, prompt_share, is_limit=is_limit)
         self._outlooks.clear()
         self.tokens_per_iteration = sum(prompt_tokens) / max(iterations_by_room, iterations_by_time)
         work_s = [one_s + price.prompt_work_s(first_s) for one_s, first_s in zip(decodes_s, prompt_s, strict=True)]
@@ -298,10 +325,40 @@ class Triage(Order):
         if not is_limit:
             self.most_prompt_s = min(PROMPT_SHARE * self.price_limit_s, first_beyond(prompts, CHANCE * span_s))
 
+    def _choose_tpot(self, span_s: float) -> None:
+        """Of the TPOTs that the last arrivals ask for, keep the one in which most of those that it is enough for fit.
+
+        One that is not kept is too tight for it, or looser than it need be.
+        """
+        asked = sorted({arrival.tpot_slo_s for arrival in self._arrivals})
+        asked = [tpot_s for tpot_s in asked if PACE * tpot_s > self.price.step_s] or asked
+        asked = asked[:: ceil(len(asked) / MOST_TPOTS)]
+        best_s = asked[0]
+        if len(asked) > 1:
+            best_s = max(asked, key=lambda tpot_s: (self._try_pace(tpot_s, span_s), -tpot_s))
+        if best_s != self.kept_tpot_s:
+            self.kept_tpot_s = best_s
+            self.price.keep_pace(PACE * best_s)
+            self._arrivals = deque(map(self._priced_anew, self._arrivals), maxlen=ARRIVALS)
+
+    def _try_pace(self, tpot_s: float, span_s: float) -> int:
+        """How many of the last arrivals fit their span at this TPOT, cheapest first."""
+        price = self.price
+        price.keep_pace(PACE * tpot_s)
+        enough = [arrival for arrival in self._arrivals if arrival.tpot_slo_s >= tpot_s]
+        work_s = (price.decodes_s(a.num_tokens, a.prompt_tokens) + price.prompt_work_s(a.prompt_s) for a in enough)
+        return bisect_right(list(accumulate(sorted(work_s))), self.fill * PACED_FILL * span_s)
+
+    def _priced_anew(self, arrival: Arrival) -> Arrival:
+        left, num_tokens = arrival.num_tokens, arrival.prompt_tokens
+        by_room, by_time = self.price.iterations_by_limit(left, num_tokens, arrival.prompt_s)
+        decodes_s = self.price.decodes_s(left, num_tokens)
+        return arrival._replace(decodes_s=decodes_s, by_room=by_room, by_time=by_time)
+
     def _correct(self) -> None:
         """Take prices as iterations that were carried out say; no pace is kept where weights alone take longer."""
         self.price.correct(self.correction.factor)
-        pace_s = PACE * self.tpot_slo_s
+        pace_s = PACE * self.kept_tpot_s
         self.pace.keep(pace_s if pace_s > self.price.step_s else inf)
 
     def _room_s(self) -> float:
@@ -412,9 +469,20 @@ class Triage(Order):
             self.remove(seq)
         for seq, outlook in moved:
             self._insert(seq, outlook)
-        waited_s = now_s - self._queue[0][1].request.arrival_s if self.num_kept else 0.0
-        self.is_urgent = waited_s >= URGENT * self.ttft_slo_s - TIE_S
+        if self.refuses and self._num_hopeless:
+            self._refuse()
+        if self.num_kept:
+            first = self._queue[0][1].request
+            self.is_urgent = now_s - first.arrival_s >= URGENT * self.ttft_of(first) - TIE_S
+        else:
+            self.is_urgent = False
         self._stale = False
+
+    def _refuse(self) -> None:
+        hopeless = self._queue[len(self._queue) - self._num_hopeless :]
+        for seq in [seq for _, seq in hopeless if seq.first_token_s < 0.0]:
+            self.remove(seq)
+            self.scheduler.ignore(seq, TOO_LATE)
 
     def repeats(self, plan: IterationPlan, steps: int) -> int:
         """Until the next tick, if it could change anything; one iteration if the next looks anew anyway."""
