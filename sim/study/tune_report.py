@@ -293,8 +293,9 @@ def draw(tuned: Tuned) -> Figure:
     ]
     figure = new_figure(15.0, max(4.6, 1.4 + 0.19 * sum(name.count("\n") + 1 for name in names)))
     left, middle, right = figure.subplots(1, 3, width_ratios=(1.2, 1.0, 1.2))
-    _bars(left, names, [c.value or 0.0 for c in known])
-    dress(left, UNITS[tuned.goal])
+    drawn = [c.known for c in known]
+    _bars(left, names, [c.value or 0.0 for c in known], spans=[(min(values), max(values)) for values in drawn])
+    dress(left, UNITS[tuned.goal] + (", and the draws' least and most" if max(map(len, drawn), default=1) > 1 else ""))
     left.xaxis.set_major_locator(MaxNLocator("auto", integer=tuned.goal == "gpus"))
     set_title(left, {"gpus": "GPUs needed", "cost": "Price an hour"}.get(tuned.goal, "What each reaches"))
     _front(middle, candidates_table(tuned))
@@ -313,13 +314,21 @@ def draw(tuned: Tuned) -> Figure:
     return figure
 
 
-def _bars(ax: Axes, names: Sequence[str], values: Sequence[float], first: int | None = None) -> None:
-    """Horizontal bars from the top, those after the `first` ones in another colour."""
+def _bars(
+    ax: Axes,
+    names: Sequence[str],
+    values: Sequence[float],
+    first: int | None = None,
+    spans: Sequence[tuple[float, float]] = (),
+) -> None:
+    """Horizontal bars from the top, those after the `first` ones in another colour; `spans`: whiskers' ends."""
     colours = [policy_colour(0 if first is None or place < first else 1) for place in range(len(names))]
-    ax.barh(range(len(names)), values, color=colours, height=0.7)
+    errors = [[value - low for value, (low, _) in zip(values, spans, strict=True)],
+              [high - value for value, (_, high) in zip(values, spans, strict=True)]] if spans else None  # fmt: skip
+    bars = ax.barh(range(len(names)), values, color=colours, height=0.7, xerr=errors, ecolor=FAINT, capsize=2)
     ax.set_yticks(range(len(names)), [plain_text(name) for name in names])
     ax.invert_yaxis()
-    ax.bar_label(ax.containers[0], [f" {value:.3g}" for value in values], fontsize=8)  # type: ignore[arg-type]
+    ax.bar_label(bars, [f" {value:.3g}" for value in values], fontsize=8)
     ax.margins(x=0.15)
 
 

@@ -121,13 +121,16 @@ def test_a_folder_of_many_runs_shows_its_answer_its_pictures_and_its_table(tmp_p
     place = tmp_path / "best"
     place.mkdir()
     (place / "tune.json").write_text("{}")
-    (place / "tune.txt").write_text("vllm-v1: 4 GPUs <b>")
+    (place / "tune.txt").write_text("vllm-v1: 4 GPUs <b>\n  layerkv: 5 GPUs\n")
     rows = "".join(f"p{i},{i / 3},\n" for i in range(MOST_ROWS + 7))
     (place / "candidates.csv").write_text("policy,value,error\n" + rows)
     (place / "tune.png").write_bytes(b"\x89PNG")
     assert kvtwin.main(["report", str(place)]) == 0
     page = (place / "report.html").read_text()
-    assert "vllm-v1: 4 GPUs &lt;b&gt;" in page and "data:image/png;base64,iVBORw==" in page
+    assert "vllm-v1: 4 GPUs &lt;b&gt;" in page and "layerkv: 5 GPUs</li>" in page.replace("</p>\n", "").replace(
+        "<p>", ""
+    )
+    assert "data:image/png;base64,iVBORw==" in page
     assert "<td>0.33333</td>" in page and "7 rows more are there" in page and ">error<" not in page
     (place / "candidates.csv").unlink()
     assert kvtwin.main(["report", str(place)]) == 2

@@ -7,9 +7,13 @@ from pathlib import Path
 
 from sim.errors import UserError
 from sim.files import read_text
+from sim.results.report import METRICS
 
 MOST_ROWS = 200
 """Rows of a table that the page shows; the file has all."""
+NAMES = {metric.key: metric.name for metric in METRICS}
+COUNTS = ("completed", "ignored", "duration", "num_preemptions")
+"""Metrics that say how a sweep went rather than what came of it."""
 
 
 @dataclass(frozen=True)
@@ -18,15 +22,13 @@ class Study:
 
     Attributes:
         title: command and folder.
-        text: its answer, as it stands in a file that is no Markdown.
-        html: the same of Markdown, rendered; what looks like HTML in it is escaped.
+        html: its answer, rendered; what looks like HTML in it is escaped.
         columns, rows: its table as text; no columns where it has none.
         left_out: rows that only the file has.
         pictures: (name, PNG as a data URI).
     """
 
     title: str
-    text: str
     html: str
     table: str
     columns: list[str]
@@ -64,20 +66,28 @@ def read_study(folder: Path, kind: Kind) -> Study:
     """The folder as the page shows it. UserError names a file that cannot be read."""
     columns, rows = _table(folder / kind.table) if kind.table else ([], [])
     text = read_text(folder / kind.text) if kind.text else ""
-    is_markdown = (kind.text or "").endswith(".md")
+    if text and not (kind.text or "").endswith(".md"):
+        text = "\n\n".join(f"- {line.strip()}" if line.startswith(" ") else line for line in text.splitlines())
     return Study(
         title=f"{kind.command}: {folder.name or folder.resolve().name}",
-        text="" if is_markdown else text,
-        html=_rendered(text) if is_markdown else "",
+        html=_rendered(text) if text else "",
         table=kind.table or "",
         columns=columns,
         rows=rows[:MOST_ROWS],
         left_out=max(0, len(rows) - MOST_ROWS),
         pictures=[
-            (str(path.relative_to(folder).with_suffix("")), f"data:image/png;base64,{b64encode(_bytes(path)).decode()}")
-            for path in sorted(folder.glob(kind.pictures))
+            (
+                NAMES.get(path.stem, str(path.relative_to(folder).with_suffix(""))),
+                f"data:image/png;base64,{b64encode(_bytes(path)).decode()}",
+            )
+            for path in sorted(folder.glob(kind.pictures), key=_rank)
         ],
     )
+
+
+def _rank(path: Path) -> tuple[bool, str]:
+    """Latencies and rates first, counts behind them."""
+    return path.stem in COUNTS, str(path)
 
 
 def _rendered(text: str) -> str:
