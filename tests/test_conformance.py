@@ -104,6 +104,7 @@ MIXES = [
     "pensieve:order=lpm",
     "pensieve:order=prefix-groups",
     "batchllm:memory=saved-states,order=fcfs",
+    "vllm-v1:stage=nixl",
     "vllm-v1:memory=tiered,disk-space=5e-8,disk-block-us=100,async-scheduling=true",
 ]
 

@@ -35,8 +35,9 @@ def an_outcome() -> SimpleNamespace:
     spans = [SimpleNamespace(start_s=start_s, end_s=end_s) for start_s, end_s in ((2.0, 3.0), (3.0, 4.5))]
     lanes = SimpleNamespace(**{name: SimpleNamespace(intervals=deepcopy(spans)) for name in ("compute", "d2h", "h2d")})
     pools = {name: SimpleNamespace(free=7, num_blocks=7) for name in ("gpu", "host")}
+    batching = SimpleNamespace(max_new_tokens=lambda seq: 2)
     scheduler = SimpleNamespace(
-        has_unfinished=False, num_running=0, num_swapped=0, num_waiting=0, batching=None, **pools
+        has_unfinished=False, num_running=0, num_swapped=0, num_waiting=0, batching=batching, **pools
     )
     # Of gaps of 0.5 and 1 s: the mean and the median are 0.75, each is 0.25 from it, and 99 % of the way is 0.995.
     found = SimpleNamespace(exact=True, count=2, mean=0.75, std=0.25, percentiles={50.0: 0.75, 99.0: 0.995})

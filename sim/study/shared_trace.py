@@ -15,7 +15,9 @@ from traces.request import Request
 BLOCK = 4096
 PLAIN = ("arrival_s", "prompt_tokens", "output_tokens", "session_id", "hash_block_tokens", "priority")
 IDS = ("hash_ids", "output_hash_ids")
-"""Fields of a request that are numbers or words, and those that are lists of ids."""
+FEW = ("calls", "slos")
+"""Fields of a request that are numbers or words, those that are lists of ids, and those of which a trace has few unlike
+values."""
 
 
 @dataclass(frozen=True)
@@ -26,6 +28,7 @@ class SharedTrace:
         columns: a value a request; fields that no request of the trace has are absent.
         ids: of each list field, the ids of all requests end to end and where each request's begin, one more than there
             are requests.
+        few: of each field with few unlike values, these, and which of them each request has.
         num_requests: how many there are.
         skipped: rows that the reader left out.
     """
@@ -36,6 +39,7 @@ class SharedTrace:
     skipped: int
     columns: dict[str, NDArray]
     ids: dict[str, tuple[NDArray, NDArray[np.int64]]]
+    few: dict[str, tuple[tuple[object, ...], NDArray[np.int64]]]
 
     @staticmethod
     def read(scenario: Scenario) -> "SharedTrace":
@@ -59,7 +63,13 @@ class SharedTrace:
             if any(lists):
                 begins = np.cumsum([0, *map(len, lists)])
                 ids[name] = _array(list(chain.from_iterable(lists))), begins
-        return SharedTrace(trace.path, trace.format, len(rows), trace.skipped, columns, ids)
+        few: dict[str, tuple[tuple[object, ...], NDArray[np.int64]]] = {}
+        for name in FEW:
+            places: dict[object, int] = {}
+            chosen = [places.setdefault(getattr(row, name), len(places)) for row in rows]
+            if places and places.keys() != {usual[name]}:
+                few[name] = tuple(places), np.array(chosen)
+        return SharedTrace(trace.path, trace.format, len(rows), trace.skipped, columns, ids, few)
 
     def __iter__(self) -> Iterator[Request]:
         for begin in range(0, self.num_requests, BLOCK):
@@ -71,6 +81,8 @@ class SharedTrace:
             first = int(begins[begin])
             block = values[first : int(begins[end])].tolist()
             found[name] = [tuple(block[a - first : b - first]) for a, b in pairwise(begins[begin : end + 1].tolist())]
+        for name, (unlike, places) in self.few.items():
+            found[name] = map(unlike.__getitem__, places[begin:end].tolist())
         rest = (
             found[name] if name in found else repeat(Request._field_defaults.get(name, 0))
             for name in Request._fields[1:]

@@ -11,14 +11,16 @@ from hypothesis import strategies as st
 from sim.options.scenario import Scenario
 from sim.study.shared_trace import SharedTrace
 from traces.readers import open_trace
-from traces.request import Request
+from traces.request import Request, ToolCall
+from traces.slos import SLOs
 
 FILE = SimpleNamespace(path=Path("t"), format="kvtwin", skipped=0)
 IDS = st.lists(st.integers(0, 2**65), max_size=3).map(tuple)
 ROWS = st.lists(
     st.tuples(
         st.floats(0, 1e6), st.integers(1, 10**6), st.integers(1, 10**6), st.text(max_size=3), IDS,
-        st.integers(0, 512), IDS, st.integers(-5, 5),
+        st.integers(0, 512), IDS, st.integers(-5, 5), st.sampled_from([(), (ToolCall(1, 0.5, 3),)]),
+        st.sampled_from([None, SLOs(ttft_s=0.5)]),
     ),
     max_size=20,
 )  # fmt: skip
@@ -32,7 +34,7 @@ def test_requests_come_back_as_they_went_in(rows, plain):
     requests = [request._replace(session_id=request.session_id.rstrip("\0")) for request in requests]
     found = list(SharedTrace.of(requests, FILE))
     assert found == requests
-    assert all(type(value) in (int, float, str, tuple) for request in found for value in request)
+    assert all(type(value) in (int, float, str, tuple, SLOs, type(None)) for request in found for value in request)
 
 
 @pytest.mark.parametrize("name", ["azure2023_conv.csv", "mooncake_synthetic_trace.jsonl"])
