@@ -25,7 +25,7 @@ from rich.progress import track
 from sim.bounds.goodput import goodput_bound
 from sim.options.policies import parse_policy
 from sim.options.scenario import Scenario
-from sim.results.metrics import Goodput
+from sim.results.goodput import Goodput
 from sim.results.result import Result, assemble
 from sim.run.prepare import Setup, prepare
 from sim.run.simulate import build_run, execute

@@ -33,7 +33,7 @@ from sim.clock.instance import Instance
 from sim.errors import UserError
 from sim.options.policies import parse_policy
 from sim.options.scenario import Scenario
-from sim.results.metrics import Goodput
+from sim.results.goodput import Goodput
 from sim.results.result import assemble
 from sim.run.prepare import Setup, prepare
 from sim.run.runs import build_engines

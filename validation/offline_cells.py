@@ -36,7 +36,7 @@ from sim.bounds.work import Floats, least_work, priced
 from sim.engine.scheduler import Scheduler
 from sim.engine.sequence import Sequence
 from sim.parts.catalogue import PLACES, register_part
-from sim.results.metrics import Goodput
+from sim.results.goodput import Goodput
 from sim.results.result import assemble
 from sim.run.prepare import Setup
 from sim.run.simulate import build_run, execute

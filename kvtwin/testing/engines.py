@@ -25,7 +25,8 @@ from sim.engine.scheduler import Scheduler
 from sim.engine.sequence import TRANSITIONS, CallingSequence, Status
 from sim.engine.sequence import Sequence as Seq
 from sim.engine.windowed_batch import WindowedBatch
-from sim.results.metrics import Goodput, RequestLog
+from sim.results.goodput import Goodput
+from sim.results.metrics import RequestLog
 from sim.specs.hardware import HardwareSpec, load_hardware
 from sim.specs.models import ModelSpec, load_model
 from sim.systems.base import Policy

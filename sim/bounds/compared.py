@@ -8,7 +8,7 @@ from sim.bounds.lifted import LIFTED
 from sim.errors import UserError
 from sim.options.scenario import Scenario
 from sim.parts.catalogue import STAGES
-from sim.results.metrics import Goodput
+from sim.results.goodput import Goodput
 from sim.results.report import metric_values
 from sim.results.result import assemble
 from sim.results.schema import Bounds, Result

@@ -7,7 +7,7 @@ for a request (`ToolCall`) is in its end-to-end latency alone, not in TPOT and I
 
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from math import sqrt
 from typing import NamedTuple, Protocol, cast
@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from sim.cost.host import TIE_S
 from sim.engine.itl import GapStatistics
 from sim.engine.sequence import IGNORED, Sequence
-from sim.errors import UserError
-from traces.slos import SLOs, parse_slos
+from sim.results.goodput import Goodput
+from traces.slos import SLOs
 
 PERCENTILES = (50.0, 90.0, 95.0, 99.0)
 ARRAY_LIMIT = 100_000
@@ -61,20 +61,6 @@ ENGINE_COLUMNS = {
     "prefill_engine": "Where some engines prefill for others: the one that prefilled it.",
 }
 """What follows them where a run has several engines; the second only where some prefill for others."""
-
-
-class Goodput(SLOs):
-    """The SLOs of requests that have none of their own, as `--goodput` says them: `ttft:500 tpot:50` (ms)."""
-
-    __slots__ = ()
-
-    @staticmethod
-    def parse(words: Iterable[str]) -> "Goodput":
-        """Read `NAME:MILLISECONDS` words as `vllm bench serve --goodput` takes them."""
-        try:
-            return Goodput(*parse_slos(words))
-        except ValueError as error:
-            raise UserError(f"--goodput: {error}") from None
 
 
 class Attained(NamedTuple):

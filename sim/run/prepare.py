@@ -16,7 +16,7 @@ from sim.options.values import flag
 from sim.parts.catalogue import STAGES
 from sim.parts.options import Conditional, conditional_options
 from sim.parts.stage.hand_over_options import MixedPoolOptions
-from sim.results.metrics import Goodput
+from sim.results.goodput import Goodput
 from sim.specs.expert_layout import ExpertLayout
 from sim.specs.hardware import HardwareSpec, load_hardware
 from sim.specs.kv_format import KVGroups, hybrid_groups, kv_dtype, like_groups

@@ -15,8 +15,9 @@ from sim.engine.limits import Deployment
 from sim.engine.plan import IterationPlan, StepTimes
 from sim.engine.scheduler import Scheduler
 from sim.engine.sequence import Sequence
+from sim.results.goodput import Goodput
 from sim.results.journal import Journal
-from sim.results.metrics import Goodput, RequestLog, TableSink
+from sim.results.metrics import RequestLog, TableSink
 from sim.results.schema import Backend
 from sim.results.sections import Machine
 from sim.results.series import SAMPLE_LIMIT, Series

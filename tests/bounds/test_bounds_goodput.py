@@ -21,7 +21,7 @@ from sim.cost.host import Host
 from sim.cost.model import ridge
 from sim.engine.plan import IterationPlan, Origin
 from sim.engine.sequence import Sequence, Status
-from sim.results.metrics import Goodput
+from sim.results.goodput import Goodput
 from sim.specs.models import load_model
 from sim.systems import POLICIES
 from traces.request import Request

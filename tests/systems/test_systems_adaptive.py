@@ -12,7 +12,7 @@ from kvtwin.testing.engines import roofline_machine
 from sim.errors import UserError
 from sim.options.policies import parse_policy
 from sim.options.scenario import Scenario
-from sim.results.metrics import Goodput
+from sim.results.goodput import Goodput
 from sim.run.prepare import prepare
 from sim.run.simulate import build_run, execute
 from sim.run.traffic import traffic

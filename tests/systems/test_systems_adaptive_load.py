@@ -9,7 +9,7 @@ from kvtwin.testing import limits, linear_machine, simulate
 from sim.engine.plan import IterationPlan, StepTimes
 from sim.options.policies import parse_policy
 from sim.options.scenario import Scenario
-from sim.results.metrics import Goodput
+from sim.results.goodput import Goodput
 from sim.run.prepare import prepare
 from sim.systems.adaptive.options import AdaptiveOptions
 from sim.systems.adaptive.pace import PIECES, Beside, Correction, Pace

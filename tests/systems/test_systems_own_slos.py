@@ -6,7 +6,8 @@ import pytest
 from kvtwin.testing import limits, linear_machine, requests, simulate
 from sim.options.policies import parse_policy
 from sim.options.scenario import Scenario
-from sim.results.metrics import Goodput, RequestLog
+from sim.results.goodput import Goodput
+from sim.results.metrics import RequestLog
 from sim.results.report import run_lines
 from sim.results.result import assemble
 from sim.run.prepare import prepare

@@ -5,7 +5,8 @@ import pytest
 from kvtwin.testing import limits, linear_machine, requests, simulate
 from sim.errors import UserError
 from sim.options.policies import parse_policy
-from sim.results.metrics import Goodput, RequestLog
+from sim.results.goodput import Goodput
+from sim.results.metrics import RequestLog
 from traces.request import ToolCall
 
 BLOCK_S = 0.01

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from sim.results.figures.data import FigureRun, Floats, spread, time_unit
-from sim.results.metrics import LATENCIES, Goodput
+from sim.results.goodput import Goodput
+from sim.results.metrics import LATENCIES
 
 ARRIVAL_BINS = 40
 
