@@ -101,11 +101,20 @@ class TorchDevice:
             # the interpreter's lock, which the threads that queue copies, piece by piece, need.
             sleep_s = NAP_S if self.copies_pending else WAKE_S
             awake = self._stays_awake and left_s != inf and not (self.copies_pending and left_s > 2 * NAP_S)
-            if self._woken.wait(0.0 if awake else min(left_s, sleep_s)):
+            if self._is_woken_within(0.0 if awake else min(left_s, sleep_s)):
                 self._woken.clear()
                 return
             if left_s > WAKE_S and not awake and not self.copies_pending:
                 return
+
+    def _is_woken_within(self, seconds: float) -> bool:
+        try:
+            return self._woken.wait(seconds)
+        except RuntimeError as error:
+            # A signal came as the event had let go of its lock, and what its handler raised is lost behind that.
+            if isinstance(error.__context__, KeyboardInterrupt):
+                raise error.__context__ from None
+            raise
 
     def wake(self) -> None:
         """Let `wait` return, now or the next time it is called. For other threads: a request may have arrived."""

@@ -1,5 +1,8 @@
 """The real clock's loop without anything real: when failures are reported, and what counts as an iteration."""
 
+from threading import Event, Lock
+from types import SimpleNamespace
+
 import pytest
 
 from gpu_runtime.instance import LiveInstance
@@ -154,3 +157,17 @@ def test_a_device_that_stays_awake_naps_while_copies_are_queued(pending, naps, m
     early = waits[: len(waits) // 2]
     assert all(timeout > 0 for timeout in early) == naps and waits[-1] == 0.0
     assert clock[0] == pytest.approx(5e-3, abs=2e-5)
+
+
+def test_an_interrupt_is_one_though_it_comes_as_a_lock_is_let_go():
+    class Woken(Event):
+        def wait(self, timeout=None):
+            try:
+                raise KeyboardInterrupt
+            finally:
+                # As `Condition.__exit__` does where `wait` was interrupted before it had its lock again.
+                Lock().release()
+
+    device = pytest.importorskip("gpu_runtime.device")
+    with pytest.raises(KeyboardInterrupt):
+        device.TorchDevice._is_woken_within(SimpleNamespace(_woken=Woken()), 1.0)

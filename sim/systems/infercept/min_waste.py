@@ -47,7 +47,9 @@ class MinWaste(ToolCalls):
     def __init__(self, options: InferCeptOptions, b: "Builder") -> None:
         self.by_waste = options.tool_kv == "min-waste"
         way = "preserve" if self.by_waste else options.tool_kv
-        super().__init__(*time_to_live(way, options.tool_ttl_s), keeps_place=options.keeps_place)
+        # Not by `*`, which mypyc hands on wrongly.
+        kept, ttl_s = time_to_live(way, options.tool_ttl_s)
+        super().__init__(kept, ttl_s, keeps_place=options.keeps_place)
         self.known_durations = options.known_durations
         self.cost, self.block_bytes = b.deployment.cost, b.limits.block_bytes
         self.num_layers, self.budget = b.deployment.model.num_layers, b.limits.max_num_batched_tokens
