@@ -139,14 +139,9 @@ class PrefixMemory(PagedMemory):
 
     def take(self, seq: Sequence, num_tokens: int) -> None:
         match = self._published_match(seq)
-        blocks = seq.num_blocks = -(-num_tokens // self.block_size)
-        if (holding := self._holdings.get(seq)) is not None:
-            self.index.take(holding, match)
-            self.gpu.allocate(match.num_idle)
-        self.gpu.allocate(blocks - match.num_blocks)
+        self._hold(seq, match, -(-num_tokens // self.block_size))
         seq.num_computed = match.num_blocks * self.block_size
         self._may_grow = False
-        self.scheduler.changes.append(make_place((seq, ALL_LAYERS, blocks, 0)))
 
     def complete(self, plan: IterationPlan) -> None:
         # What can be hit in the iteration that computes it was published when that was decided.
@@ -171,14 +166,13 @@ class PrefixMemory(PagedMemory):
     def receive(self, seq: Sequence) -> int:
         # What is cached here is not sent.
         match, blocks = self._published_match(seq), -(-(seq.num_tokens - 1) // self.block_size)
-        seq.num_blocks = blocks
-        self._hold(seq, blocks)
+        self._hold(seq, match, blocks)
         self.scheduler.counters.policy["unsent_blocks"] += match.num_blocks
         return blocks - match.num_blocks
 
-    def _hold(self, seq: Sequence, num_blocks: int) -> None:
-        """`seq` has so many blocks, those that it hits among them."""
-        match = self._published_match(seq)
+    def _hold(self, seq: Sequence, match: Match, num_blocks: int) -> None:
+        """`seq` has so many blocks, those of its match among them."""
+        seq.num_blocks = num_blocks
         if (holding := self._holdings.get(seq)) is not None:
             self.index.take(holding, match)
             self.gpu.allocate(match.num_idle)

@@ -140,7 +140,7 @@ def test_what_waits_for_a_copy_hears_whether_it_went_well(engine):
     )
     assert copies.wait_in_stream([seq], well)
     assert not copies.wait_in_stream([seq], engine.copy_rows(torch.ones(3), range(3), gate, range(3), D2H))
-    assert [who for who, _ in lost] == [seq]
+    assert [ended for ended, _ in lost] == [seq]
 
 
 class Driver:

@@ -79,9 +79,9 @@ class MemPool(PrefixMemory, ReturnsKV):
         match = self._published_match(seq)
         end = self._named_blocks(seq)
         if match.num_blocks < end and end - match.num_blocks + match.num_idle <= self.gpu.free:
-            self._hold(seq, end)
+            self._hold(seq, match, end)
             self.scheduler.counters.policy["returned_blocks"] += end - match.num_blocks
-            seq.num_blocks, seq.num_computed, seq.num_tokens = end, 0, end * self.block_size + 1
+            seq.num_computed, seq.num_tokens = 0, end * self.block_size + 1
             super().release(seq)
         self.forget(seq)
 
