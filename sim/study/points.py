@@ -6,7 +6,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
 from functools import cache
-from itertools import islice
 from math import floor
 from pathlib import Path
 from time import monotonic
@@ -216,7 +215,7 @@ def _end_once_missed(run: Run, bounds: Sequence[Most], count: int) -> None:
             found = getattr(log, bound.times)
             if len(found) == seen[place]:
                 continue
-            left[place] -= sum(time_s > bound.bound_s for time_s in islice(found, seen[place], None))
+            left[place] -= sum(time_s > bound.bound_s for time_s in found[seen[place] :])
             seen[place] = len(found)
             if left[place] <= 0:
                 raise _MissedError(start_s)
