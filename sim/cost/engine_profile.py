@@ -18,7 +18,7 @@ import msgspec
 from sim.cost.host import Host
 from sim.cost.profile import Profile
 from sim.errors import UserError
-from sim.specs.json_file import built_in_names, convert, find_file, read_json_object
+from sim.specs.json_file import built_in_names, convert, find_file, once_of, read_json_object
 
 SHIPPED = Path(__file__).parent / "engines"
 OURS, OURS_AHEAD = "kvtwin", "kvtwin-async"
@@ -191,7 +191,10 @@ def profile_of_release(name: str) -> str:
 
 def load_engine_profile(name_or_path: str) -> EngineProfile:
     """A shipped engine profile by name or release, or a file; UserError names file, field, value and remedy."""
-    path = find_file(profile_of_release(name_or_path), SHIPPED, "engine profile")
+    return _read(find_file(profile_of_release(name_or_path), SHIPPED, "engine profile"))
+
+
+def _engine_profile(path: Path) -> EngineProfile:
     data = read_json_object(path)
     constants = data.get("constants")
     if isinstance(constants, dict):
@@ -200,6 +203,9 @@ def load_engine_profile(name_or_path: str) -> EngineProfile:
     profile = convert(data, EngineProfile, path)
     _check(profile, path)
     return profile
+
+
+_read = once_of(SHIPPED, _engine_profile)
 
 
 MOST_S = 3600.0

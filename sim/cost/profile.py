@@ -15,7 +15,7 @@ import msgspec
 from sim.cost.kernels import KernelTables, Point
 from sim.errors import UserError
 from sim.specs.hardware import HardwareSpec
-from sim.specs.json_file import built_in_names, convert, find_file, read_json_object
+from sim.specs.json_file import built_in_names, convert, find_file, once_of, read_json_object
 from sim.specs.quantization import FORMATS, PRODUCT_FORMATS
 
 SHIPPED = Path(__file__).parents[2] / "calib" / "profiles"
@@ -321,9 +321,9 @@ def shipped_profiles() -> list[str]:
 def default_profile(gpu_name: str) -> Profile:
     """The shipped profile of a GPU: measured if there is one, else imported, else derived. UserError if none."""
     for status in ("measured", "imported", "derived"):
-        name = f"{gpu_name.lower()}-{status}"
-        if name in shipped_profiles():
-            return read_profile(SHIPPED / f"{name}.json")
+        path = SHIPPED / f"{gpu_name.lower()}-{status}.json"
+        if path.is_file():
+            return _read(path)
     gpus = sorted({name.rpartition("-")[0] for name in shipped_profiles()})
     raise UserError(
         f"profile: none is shipped for gpu {gpu_name!r} (there are: {', '.join(gpus)}): give one with --profile"
@@ -342,7 +342,7 @@ def load_profile(name_or_path: str | None = None, gpu: HardwareSpec | str | None
             raise UserError("profile: neither a profile nor a gpu is given: name one, for example --gpu l20")
         return default_profile(gpu_name)
     path = find_file(name_or_path, SHIPPED, "profile")
-    profile = read_profile(path)
+    profile = _read(path)
     if gpu_name is not None and profile.gpu.lower() not in ("any", gpu_name.lower()):
         raise UserError(
             f"{path}: field gpu = {profile.gpu!r} is not the gpu simulated, {gpu_name!r}: "
@@ -374,6 +374,9 @@ def read_profile(path: Path | str) -> Profile:
     if fault:
         raise UserError(f"{path}: field kernels.{fault}")
     return profile
+
+
+_read = once_of(SHIPPED, read_profile)
 
 
 def _check_all_reduce(profile: Profile, path: Path) -> None:

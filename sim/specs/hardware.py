@@ -8,7 +8,7 @@ from typing import Literal
 import msgspec
 
 from sim.errors import UserError
-from sim.specs.json_file import built_in_names, convert, find_file, read_json_object
+from sim.specs.json_file import built_in_names, convert, find_file, once_of, read_json_object
 
 BUILT_IN = Path(__file__).parent / "gpus"
 
@@ -117,7 +117,10 @@ def load_hardware(name_or_path: str) -> HardwareSpec:
     Raises:
         UserError: unknown name (with the nearest right one), or a file with a missing, unknown or impossible field.
     """
-    path = find_file(name_or_path, BUILT_IN, "gpu")
+    return _read(find_file(name_or_path, BUILT_IN, "gpu"))
+
+
+def _hardware(path: Path) -> HardwareSpec:
     file = convert(read_json_object(path), HardwareFile, path)
     if not file.name:
         raise UserError(f"{path}: field name is empty: name the GPU")
@@ -131,6 +134,9 @@ def load_hardware(name_or_path: str) -> HardwareSpec:
         sources[field] = f"{quantity.status}: {quantity.source}"
     plain = {"name": file.name, "copies_beside_compute": file.copies_beside_compute}
     return msgspec.convert({**plain, "sources": sources, **values}, HardwareSpec)
+
+
+_read = once_of(BUILT_IN, _hardware)
 
 
 def _checked(quantity: Quantity, field: str, path: Path) -> float | int | None:

@@ -3,6 +3,8 @@
 import difflib
 import json
 import re
+from collections.abc import Callable
+from functools import cache
 from math import isfinite
 from pathlib import Path
 from typing import Any, TypeVar
@@ -103,17 +105,24 @@ def find_file(name_or_path: str, folder: Path, what: str) -> Path:
         folder: where the shipped files lie.
         what: "model", "gpu" or "profile", for the message.
     """
-    known = built_in_names(folder)
-    if name_or_path.lower() in known:
-        return folder / f"{name_or_path.lower()}.json"
-    path = Path(name_or_path)
+    shipped, path = folder / f"{name_or_path.lower()}.json", Path(name_or_path)
     try:
+        if shipped.parent == folder and shipped.is_file():
+            return shipped
         exists = bool(name_or_path) and path.exists()
     except OSError:
         exists = False
     if not exists:
-        raise _nearest(name_or_path, known, what)
+        raise _nearest(name_or_path, built_in_names(folder), what)
     return path
+
+
+def once_of(folder: Path, read: Callable[[Path], T]) -> Callable[[Path], T]:
+    """`read`, but files that a folder ships are read once a process: they do not change, and studies ask thousands of
+    times.
+    """
+    once = cache(read)
+    return lambda path: once(path) if path.parent == folder else read(path)
 
 
 def _nearest(name: str, known: list[str], what: str) -> UserError:

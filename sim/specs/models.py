@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from sim.specs.hf_config import read_hf_config
-from sim.specs.json_file import built_in_names, find_file
+from sim.specs.json_file import built_in_names, find_file, once_of
 from sim.specs.model_spec import MlaSpec, ModelSpec, MoeSpec
 
 __all__ = ["MlaSpec", "ModelSpec", "MoeSpec", "built_in_models", "load_model", "read_hf_config"]
@@ -56,4 +56,7 @@ def load_model(name_or_path: str) -> ModelSpec:
     name = HUB.get(name_or_path.lower(), name_or_path)
     if name != name_or_path and Path(name_or_path).exists():
         name = name_or_path
-    return read_hf_config(find_file(name, BUILT_IN, "model"))
+    return _read(find_file(name, BUILT_IN, "model"))
+
+
+_read = once_of(BUILT_IN, read_hf_config)

@@ -96,3 +96,10 @@ def test_bad_values_are_refused_by_field(tmp_path, field, change, words):
 def test_an_unknown_gpu_gets_the_nearest_right_name():
     with pytest.raises(UserError, match=r"did you mean 'rtx-4090'\?.*a100-40g, "):
         load_hardware("rtx4090")
+
+
+def test_what_ships_is_read_once_and_a_file_of_ones_own_anew(tmp_path):
+    """Studies ask for the same GPU thousands of times; one's own file may change between two runs of a notebook."""
+    assert load_hardware("l20") is load_hardware("L20")
+    assert load_hardware(write(tmp_path, "memory_bytes", {"value": 1e9})).memory_bytes == 1e9
+    assert load_hardware(write(tmp_path, "memory_bytes", {"value": 2e9})).memory_bytes == 2e9
