@@ -3,8 +3,14 @@
 They may take as long as a busy machine makes them: tests run beside each other.
 """
 
+from importlib.util import find_spec
+
 from hypothesis import settings
 
 settings.register_profile("random", deadline=None)
 settings.register_profile("same", deadline=None, derandomize=True, database=None)
 settings.load_profile("same")
+
+# What computes with torch is tested where torch is.
+NEED_TORCH = ["gpu_runtime/*", "calib/test_calib_measure_*", "specs/*_transformers.py"]
+collect_ignore_glob = [] if find_spec("torch") else NEED_TORCH

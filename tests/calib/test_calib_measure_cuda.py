@@ -5,16 +5,15 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from measure_small import write_config
 
-torch = pytest.importorskip("torch")
-
-from calib.measure import run  # noqa: E402
-from calib.measure.clocks import CudaClock  # noqa: E402
-from calib.measure.copy_ops import CopyBuffers  # noqa: E402
-from calib.measure.graphs import captured  # noqa: E402
-from calib.measure.points import Point  # noqa: E402
-from calib.samples import OPS, read_samples  # noqa: E402
+from calib.measure import run
+from calib.measure.clocks import CudaClock
+from calib.measure.copy_ops import CopyBuffers
+from calib.measure.graphs import captured
+from calib.measure.points import Point
+from calib.samples import OPS, read_samples
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 MIB = 2**20

@@ -5,17 +5,15 @@ from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
+import torch
 from measure_small import GPU
 
-torch = pytest.importorskip("torch")
-pytest.importorskip("psutil")
-
-from calib.measure import bench, clocks, copy_ops, graphs, layer_ops, machine  # noqa: E402
-from calib.measure.bench import Bench  # noqa: E402
-from calib.measure.clocks import CudaClock, Unmeasurable  # noqa: E402
-from calib.measure.plan import Plan  # noqa: E402
-from calib.measure.points import Point  # noqa: E402
-from calib.measure.timing import Rule  # noqa: E402
+from calib.measure import bench, clocks, copy_ops, graphs, layer_ops, machine
+from calib.measure.bench import Bench
+from calib.measure.clocks import CudaClock, Unmeasurable
+from calib.measure.plan import Plan
+from calib.measure.points import Point
+from calib.measure.timing import Rule
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 

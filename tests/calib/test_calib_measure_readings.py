@@ -4,14 +4,11 @@ from threading import Event
 from types import SimpleNamespace
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
-pytest.importorskip("psutil")
-
-
-from calib.measure import clocks, readings  # noqa: E402
-from calib.measure.clocks import CudaClock, HostClock  # noqa: E402
-from calib.measure.readings import Readings, ranges, warnings  # noqa: E402
+from calib.measure import clocks, readings
+from calib.measure.clocks import CudaClock, HostClock
+from calib.measure.readings import Readings, ranges, warnings
 
 STATE = {
     "sm_mhz": 1980.0, "memory_mhz": 3201.0, "temperature_c": 61.0, "power_w": 612.5, "pcie_generation": 5.0,

@@ -9,15 +9,14 @@ from pathlib import Path
 from time import sleep
 
 import pytest
+import torch
 from measure_small import write_config
 
-torch = pytest.importorskip("torch")
-
-from calib.measure import bench, layer_ops, machine, provenance, run  # noqa: E402
-from calib.measure.log import Note  # noqa: E402
-from calib.samples import OPS, read_comments, read_samples  # noqa: E402
-from calib.terms import load_models  # noqa: E402
-from sim.errors import UserError  # noqa: E402
+from calib.measure import bench, layer_ops, machine, provenance, run
+from calib.measure.log import Note
+from calib.samples import OPS, read_comments, read_samples
+from calib.terms import load_models
+from sim.errors import UserError
 
 ROOT = Path(__file__).parents[2]
 CALIBRATE = """

@@ -3,14 +3,11 @@
 from itertools import islice
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-torch = pytest.importorskip("torch")
-
-from hypothesis import given  # noqa: E402
-from hypothesis import strategies as st  # noqa: E402
-
-from calib.measure.lengths import drawn_lengths, spread_lengths  # noqa: E402
-from calib.measure.points import Point, mean_tokens  # noqa: E402
+from calib.measure.lengths import drawn_lengths, spread_lengths
+from calib.measure.points import Point, mean_tokens
 
 
 @given(st.integers(1, 300), st.integers(1, 20_000))

@@ -4,15 +4,14 @@ from math import inf
 from types import SimpleNamespace
 
 import pytest
+import torch
 from measure_small import write_config
 
-torch = pytest.importorskip("torch")
-
-from calib.measure import engine_steps  # noqa: E402
-from calib.measure.copy_ops import CopyBuffers  # noqa: E402
-from calib.measure.layer_ops import ModelWork  # noqa: E402
-from calib.measure.points import Point  # noqa: E402
-from sim.specs.models import load_model  # noqa: E402
+from calib.measure import engine_steps
+from calib.measure.copy_ops import CopyBuffers
+from calib.measure.layer_ops import ModelWork
+from calib.measure.points import Point
+from sim.specs.models import load_model
 
 CPU = torch.device("cpu")
 

@@ -5,8 +5,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-pytest.importorskip("torch")
-
 from gpu_runtime.twin.against_figure import draw_against
 from kvtwin.testing import requests
 from sim.run.served import Times

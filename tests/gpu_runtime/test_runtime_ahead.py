@@ -1,12 +1,9 @@
 """Iterations scheduled while the one before runs: vLLM's async scheduling on the real clock."""
-# ruff: noqa: E402 (torch may be absent)
 
 from dataclasses import replace
 
 import pytest
-
-torch = pytest.importorskip("torch")
-
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from runtime_variants import WORKLOADS, policy_of

@@ -1,14 +1,11 @@
 """Paged attention over scattered blocks is dense causal attention, for any mix of chunks and decodes."""
-# ruff: noqa: E402 (torch may be absent)
 
 import random
 
+import msgspec
 import numpy as np
 import pytest
-
-torch = pytest.importorskip("torch")
-
-import msgspec
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from runtime_small import SMALL

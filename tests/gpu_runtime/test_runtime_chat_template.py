@@ -5,9 +5,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("torch")
-pytest.importorskip("jinja2")
-
 from gpu_runtime.serve.chat_template import ChatTemplate, load_template
 from gpu_runtime.serve.request import Chat, Refused
 from gpu_runtime.serve.text import ByteCodec, FileCodec

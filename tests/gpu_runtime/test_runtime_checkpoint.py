@@ -1,12 +1,10 @@
 """Checkpoints are read whole and checked by name, shape and type; nothing but safetensors is opened."""
-# ruff: noqa: E402 (torch may be absent)
 
 import json
 
 import pytest
-
-torch = pytest.importorskip("torch")
-safetensors = pytest.importorskip("safetensors.torch")
+import safetensors.torch as safetensors
+import torch
 
 from gpu_runtime.live import LiveOptions, load_decoder
 from gpu_runtime.model.checkpoint import INDEX

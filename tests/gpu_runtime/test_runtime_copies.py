@@ -1,5 +1,4 @@
 """Copies bring exactly the right blocks, tell the truth about being done, and fail without taking others along."""
-# ruff: noqa: E402 (torch may be absent)
 
 import ctypes
 import threading
@@ -8,10 +7,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-
-torch = pytest.importorskip("torch")
-pytest.importorskip("safetensors")
-
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from runtime_small import SMALL, Runner

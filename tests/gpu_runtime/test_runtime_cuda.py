@@ -1,12 +1,8 @@
 """On CUDA the runtime computes what it computes on a CPU, in each precision, eagerly and from captured graphs."""
-# ruff: noqa: E402 (torch may be absent)
 
 import msgspec
 import pytest
-
-torch = pytest.importorskip("torch")
-pytest.importorskip("safetensors")
-
+import torch
 from runtime_small import SMALL, Runner
 from runtime_variants import VARIANTS, policy_of
 

@@ -1,12 +1,8 @@
 """What a driver does around and between layers: random decoders, hooks, moved blocks, restored KV."""
-# ruff: noqa: E402 (torch may be absent)
 
 import msgspec
 import pytest
-
-torch = pytest.importorskip("torch")
-pytest.importorskip("safetensors")
-
+import torch
 from runtime_small import SMALL, Runner
 
 from gpu_runtime.kv.pool import KVPool

@@ -6,24 +6,22 @@ What is captured here is not a CUDA graph but the computation itself, which runs
 from types import SimpleNamespace
 
 import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from runtime_small import SMALL, Runner
+from runtime_variants import FEW, STREAM
+from test_runtime_policies import WORKLOADS, check
 
-torch = pytest.importorskip("torch")
-
-from hypothesis import HealthCheck, given, settings  # noqa: E402
-from hypothesis import strategies as st  # noqa: E402
-from runtime_small import SMALL, Runner  # noqa: E402
-from runtime_variants import FEW, STREAM  # noqa: E402
-from test_runtime_policies import WORKLOADS, check  # noqa: E402
-
-from gpu_runtime.model import decode_graph  # noqa: E402
-from gpu_runtime.model.capture_sizes import capture_sizes  # noqa: E402
-from gpu_runtime.model.decode_graph import DecodeGraph, capture_graph  # noqa: E402
-from gpu_runtime.model.decoder import Decoder  # noqa: E402
-from gpu_runtime.tokens import tokens_in_flight  # noqa: E402
-from kvtwin.testing import limits, live, requests  # noqa: E402
-from kvtwin.testing.live import ROWS, CheckedDevice, small_decoder  # noqa: E402
-from sim.engine.sequence import Status  # noqa: E402
-from sim.systems import POLICIES  # noqa: E402
+from gpu_runtime.model import decode_graph
+from gpu_runtime.model.capture_sizes import capture_sizes
+from gpu_runtime.model.decode_graph import DecodeGraph, capture_graph
+from gpu_runtime.model.decoder import Decoder
+from gpu_runtime.tokens import tokens_in_flight
+from kvtwin.testing import limits, live, requests
+from kvtwin.testing.live import ROWS, CheckedDevice, small_decoder
+from sim.engine.sequence import Status
+from sim.systems import POLICIES
 
 
 @pytest.fixture

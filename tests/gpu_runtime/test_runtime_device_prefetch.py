@@ -4,26 +4,24 @@ import random
 import time
 
 import pytest
+import torch
+from runtime_variants import STREAM, policy_of
 
-torch = pytest.importorskip("torch")
-
-from runtime_variants import STREAM, policy_of  # noqa: E402
-
-from gpu_runtime.kv import copy_engine  # noqa: E402
-from gpu_runtime.kv.block_ids import BlockIds  # noqa: E402
-from gpu_runtime.kv.copies import KVCopies  # noqa: E402
-from gpu_runtime.kv.copy_engine import CopyEngine  # noqa: E402
-from gpu_runtime.kv.pool import KVPool  # noqa: E402
-from gpu_runtime.kv.replay.held import Held  # noqa: E402
-from gpu_runtime.kv.replay.placement import Placement  # noqa: E402
-from gpu_runtime.layers.layer_pass import LayerPass  # noqa: E402
-from gpu_runtime.layers.pass_members import BlockTables  # noqa: E402
-from gpu_runtime.model.decoder import DecoderLayer  # noqa: E402
-from kvtwin.testing import live, requests  # noqa: E402
-from kvtwin.testing.live import ROWS, SMALL, small_decoder, tight_limits  # noqa: E402
-from sim.engine.changes import Direction  # noqa: E402
-from sim.engine.sequence import Sequence  # noqa: E402
-from traces.request import Request  # noqa: E402
+from gpu_runtime.kv import copy_engine
+from gpu_runtime.kv.block_ids import BlockIds
+from gpu_runtime.kv.copies import KVCopies
+from gpu_runtime.kv.copy_engine import CopyEngine
+from gpu_runtime.kv.pool import KVPool
+from gpu_runtime.kv.replay.held import Held
+from gpu_runtime.kv.replay.placement import Placement
+from gpu_runtime.layers.layer_pass import LayerPass
+from gpu_runtime.layers.pass_members import BlockTables
+from gpu_runtime.model.decoder import DecoderLayer
+from kvtwin.testing import live, requests
+from kvtwin.testing.live import ROWS, SMALL, small_decoder, tight_limits
+from sim.engine.changes import Direction
+from sim.engine.sequence import Sequence
+from traces.request import Request
 
 
 def serve(chunked=False):

@@ -1,5 +1,4 @@
 """Small duties of the live half: what it starts from, what it leaves, and what its checks find out."""
-# ruff: noqa: E402 (torch may be absent)
 
 import gzip
 import json
@@ -7,10 +6,6 @@ import signal
 from types import SimpleNamespace
 
 import pytest
-
-torch = pytest.importorskip("torch")
-pytest.importorskip("psutil")
-
 from runtime_variants import policy_of
 
 import kvtwin

@@ -3,15 +3,13 @@
 import random
 
 import pytest
+import torch
+from runtime_mistakes import check_failures, failing_copies
+from runtime_variants import COPYING, LIVE, VARIANTS, policy_of
 
-torch = pytest.importorskip("torch")
-
-from runtime_mistakes import check_failures, failing_copies  # noqa: E402
-from runtime_variants import COPYING, LIVE, VARIANTS, policy_of  # noqa: E402
-
-from gpu_runtime.model.decoder import Decoder  # noqa: E402
-from kvtwin.testing import live, requests  # noqa: E402
-from kvtwin.testing.live import ROWS, small_decoder, tight_limits  # noqa: E402
+from gpu_runtime.model.decoder import Decoder
+from kvtwin.testing import live, requests
+from kvtwin.testing.live import ROWS, small_decoder, tight_limits
 
 
 def serve(variant, **sizes):

@@ -1,5 +1,4 @@
 """flashinfer's kernels behind our interface, with a stand-in that has its documented semantics on a CPU."""
-# ruff: noqa: E402 (torch may be absent)
 
 import importlib.util
 import inspect
@@ -8,12 +7,9 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
-import pytest
-
-torch = pytest.importorskip("torch")
-pytest.importorskip("psutil")
-
 import flashinfer_stand_in as stand_in
+import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from runtime_small import SMALL, Runner

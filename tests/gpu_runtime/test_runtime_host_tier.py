@@ -1,13 +1,9 @@
 """KV of ended turns on the host changes no token: whatever is saved, given up, loaded layer by layer or lost."""
-# ruff: noqa: E402 (torch may be absent)
 
 import random
 from collections import Counter
 
 import pytest
-
-torch = pytest.importorskip("torch")
-
 import test_runtime_prefix_ids as prefix_ids
 from hypothesis import given, settings
 from hypothesis import strategies as st

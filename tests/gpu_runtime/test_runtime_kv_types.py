@@ -1,10 +1,7 @@
 """KV stored in 8 bits: what is read back, how far logits move, and that blocks travel as they are."""
-# ruff: noqa: E402 (torch may be absent)
 
 import pytest
-
-torch = pytest.importorskip("torch")
-
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from runtime_small import SMALL, Runner

@@ -3,17 +3,17 @@
 from types import SimpleNamespace
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
 pytest.importorskip("triton", reason="triton is not installed")
 
-from runtime_small import SMALL  # noqa: E402
+from runtime_small import SMALL
 
-from gpu_runtime.kv.pool import KVPool  # noqa: E402
-from gpu_runtime.layers.warm_up import batches  # noqa: E402
-from gpu_runtime.model import attention, backend, torch_attention, triton_attention  # noqa: E402
-from gpu_runtime.model.attention_batch import LONG_PROMPT, AttentionBatch  # noqa: E402
-from kvtwin.testing import limits  # noqa: E402
+from gpu_runtime.kv.pool import KVPool
+from gpu_runtime.layers.warm_up import batches
+from gpu_runtime.model import attention, backend, torch_attention, triton_attention
+from gpu_runtime.model.attention_batch import LONG_PROMPT, AttentionBatch
+from kvtwin.testing import limits
 
 
 @pytest.fixture

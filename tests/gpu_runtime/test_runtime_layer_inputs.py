@@ -1,20 +1,18 @@
 """KVPR live: inputs of layers are saved beside KV, a part of every decode's KV is made from them, no token changes."""
 
 import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from runtime_mistakes import check_failures, failing_copies, misled, running_out
+from runtime_variants import WORKLOADS, policy_of
 
-torch = pytest.importorskip("torch")
-
-from hypothesis import given, settings  # noqa: E402
-from hypothesis import strategies as st  # noqa: E402
-from runtime_mistakes import check_failures, failing_copies, misled, running_out  # noqa: E402
-from runtime_variants import WORKLOADS, policy_of  # noqa: E402
-
-from gpu_runtime.model.decoder import Decoder, DecoderLayer  # noqa: E402
-from kvtwin.testing import live, requests  # noqa: E402
-from kvtwin.testing.live import BLOCK_SIZE, GROWING, ROWS, SMALL, CheckedDevice, tight_limits  # noqa: E402
-from sim.engine.changes import Projected  # noqa: E402
-from sim.errors import InvariantError  # noqa: E402
-from sim.systems.kvpr.partial_recompute import BlockSeconds  # noqa: E402
+from gpu_runtime.model.decoder import Decoder, DecoderLayer
+from kvtwin.testing import live, requests
+from kvtwin.testing.live import BLOCK_SIZE, GROWING, ROWS, SMALL, CheckedDevice, tight_limits
+from sim.engine.changes import Projected
+from sim.errors import InvariantError
+from sim.systems.kvpr.partial_recompute import BlockSeconds
 
 SHARE = SMALL.hidden_size / (2 * SMALL.kv_size)
 WAYS = {

@@ -4,17 +4,14 @@ from dataclasses import replace
 
 import pytest
 
-torch = pytest.importorskip("torch")
-pytest.importorskip("psutil")
-
-from gpu_runtime.live import LiveOptions, check_lengths, perform  # noqa: E402
-from kvtwin.testing.live import small_decoder  # noqa: E402
-from sim.errors import UserError  # noqa: E402
-from sim.options.scenario import Scenario  # noqa: E402
-from sim.run.prepare import prepare  # noqa: E402
-from sim.run.runs import Recording  # noqa: E402
-from sim.run.traffic import traffic  # noqa: E402
-from sim.systems import POLICIES  # noqa: E402
+from gpu_runtime.live import LiveOptions, check_lengths, perform
+from kvtwin.testing.live import small_decoder
+from sim.errors import UserError
+from sim.options.scenario import Scenario
+from sim.run.prepare import prepare
+from sim.run.runs import Recording
+from sim.run.traffic import traffic
+from sim.systems import POLICIES
 
 SCENARIO = Scenario(
     model="qwen3-0.6b", gpu="cpu", dtype="float32", workload="fixed", input_len=9, output_len=504, num_prompts=2,

@@ -5,11 +5,12 @@ from types import SimpleNamespace
 
 import pytest
 
+from gpu_runtime.device import TorchDevice
 from gpu_runtime.instance import LiveInstance
 from gpu_runtime.kv.block_ids import BlockIds
 from gpu_runtime.kv.replay.held import Held
 from gpu_runtime.kv.replay.placement import Placement
-from kvtwin.testing import build_engine, limits, linear_machine, requests
+from kvtwin.testing import build_engine, limits, linear_machine, live, requests
 from kvtwin.testing.engines import CheckedEngine
 from kvtwin.testing.pretended import PretendedDevice
 from sim.clock.arrivals import Arrivals
@@ -117,9 +118,7 @@ def test_a_block_that_two_share_is_none():
 
 
 def test_a_device_sleeps_until_it_is_time_or_somebody_wakes_it():
-    live = pytest.importorskip("kvtwin.testing.live")
     device = live.build_device(build_engine(VllmRecompute(), limits(20, 0), linear_machine(), print).scheduler)
-
     device.start()
     began_s = device.now_s()
     device.wait(began_s + 0.02)
@@ -135,7 +134,6 @@ def test_a_device_sleeps_until_it_is_time_or_somebody_wakes_it():
 def test_a_device_that_stays_awake_naps_while_copies_are_queued(pending, naps, monkeypatch):
     """Asking over and over whether it was woken it keeps the interpreter's lock: 200 pieces then took 6 to 63 ms to be
     queued by the copy thread, 1 to 2 beside one that sleeps. At the end it is awake either way, to be in time."""
-    device = pytest.importorskip("gpu_runtime.device")
     waits, clock = [], [0.0]
 
     class Flag:
@@ -143,7 +141,7 @@ def test_a_device_that_stays_awake_naps_while_copies_are_queued(pending, naps, m
             waits.append(timeout)
             clock[0] += max(timeout, 1e-5)
 
-    class Waiting(device.TorchDevice):
+    class Waiting(TorchDevice):
         copies_pending = pending
 
         def __init__(self):
@@ -168,6 +166,5 @@ def test_an_interrupt_is_one_though_it_comes_as_a_lock_is_let_go():
                 # As `Condition.__exit__` does where `wait` was interrupted before it had its lock again.
                 Lock().release()
 
-    device = pytest.importorskip("gpu_runtime.device")
     with pytest.raises(KeyboardInterrupt):
-        device.TorchDevice._is_woken_within(SimpleNamespace(_woken=Woken()), 1.0)
+        TorchDevice._is_woken_within(SimpleNamespace(_woken=Woken()), 1.0)

@@ -1,5 +1,4 @@
 """What a machine holds and how it computes: weights and pools that fit, its name, its threads."""
-# ruff: noqa: E402 (torch may be absent)
 
 from argparse import Namespace
 from dataclasses import replace
@@ -7,10 +6,7 @@ from types import SimpleNamespace
 
 import msgspec
 import pytest
-
-torch = pytest.importorskip("torch")
-pytest.importorskip("psutil")
-
+import torch
 from runtime_variants import policy_of
 
 import kvtwin

@@ -1,21 +1,18 @@
 """A plan that says anything else than what happens is found out, whatever it is wrong about."""
 
 import pytest
+from runtime_mistakes import misled
+from runtime_variants import STREAM, policy_of
 
-torch = pytest.importorskip("torch")
-
-from runtime_mistakes import misled  # noqa: E402
-from runtime_variants import STREAM, policy_of  # noqa: E402
-
-from gpu_runtime.kv.block_ids import BlockIds, OutOfBlocks  # noqa: E402
-from gpu_runtime.kv.replay.placement import Placement  # noqa: E402
-from kvtwin.testing import live, requests  # noqa: E402
-from kvtwin.testing.live import GROWING, ROWS, tight_limits  # noqa: E402
-from sim.engine.changes import Move, Place, Release, Restore, Save, Tier, Uncache  # noqa: E402
-from sim.engine.plan import IterationPlan  # noqa: E402
-from sim.engine.sequence import Sequence  # noqa: E402
-from sim.errors import InvariantError  # noqa: E402
-from traces.request import Request  # noqa: E402
+from gpu_runtime.kv.block_ids import BlockIds, OutOfBlocks
+from gpu_runtime.kv.replay.placement import Placement
+from kvtwin.testing import live, requests
+from kvtwin.testing.live import GROWING, ROWS, tight_limits
+from sim.engine.changes import Move, Place, Release, Restore, Save, Tier, Uncache
+from sim.engine.plan import IterationPlan
+from sim.engine.sequence import Sequence
+from sim.errors import InvariantError
+from traces.request import Request
 
 
 def mistaken(variant, mistake, rows=ROWS, **sizes):

@@ -1,19 +1,16 @@
 """No policy changes a token: whatever is evicted, offloaded, streamed or recomputed, outputs are the dense model's."""
 
 import pytest
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+from runtime_variants import LIVE, STREAM, VARIANTS, WORKLOADS, policy_of
 
-torch = pytest.importorskip("torch")
-
-from hypothesis import HealthCheck, assume, given, settings  # noqa: E402
-from hypothesis import strategies as st  # noqa: E402
-from runtime_variants import LIVE, STREAM, VARIANTS, WORKLOADS, policy_of  # noqa: E402
-
-from kvtwin.testing import build_engine, linear_machine, live, requests  # noqa: E402
-from kvtwin.testing.live import GROWING, ROWS, tight_limits  # noqa: E402
-from sim.engine.changes import Direction, Restore  # noqa: E402
-from sim.engine.sequence import Status  # noqa: E402
-from sim.errors import UserError  # noqa: E402
-from sim.parts.catalogue import CATALOGUE, KINDS, MEMORIES  # noqa: E402
+from kvtwin.testing import build_engine, linear_machine, live, requests
+from kvtwin.testing.live import GROWING, ROWS, tight_limits
+from sim.engine.changes import Direction, Restore
+from sim.engine.sequence import Status
+from sim.errors import UserError
+from sim.parts.catalogue import CATALOGUE, KINDS, MEMORIES
 
 
 def check(variant, rows, *, chunked=False, inline=False, limit=None, options=None, **sizes):

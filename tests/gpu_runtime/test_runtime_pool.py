@@ -1,12 +1,9 @@
 """Blocks are given out once, come back once, and lie in one piece of memory each."""
-# ruff: noqa: E402 (torch may be absent)
 
 from types import SimpleNamespace
 
 import pytest
-
-torch = pytest.importorskip("torch")
-
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from runtime_small import SMALL

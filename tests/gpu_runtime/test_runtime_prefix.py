@@ -1,13 +1,10 @@
 """A prefix cache changes no token: whatever is hit, evicted and hit again, outputs are those of each request alone."""
-# ruff: noqa: E402 (torch may be absent)
 
 from dataclasses import replace
 from hashlib import sha256
 
 import pytest
-
-torch = pytest.importorskip("torch")
-
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from runtime_small import SMALL, Runner

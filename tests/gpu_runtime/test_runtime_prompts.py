@@ -1,9 +1,6 @@
 """Tokens of prompts that a trace gives in names alone."""
 
 import numpy as np
-import pytest
-
-pytest.importorskip("torch")
 
 from gpu_runtime.tokens.splitmix import counts, mix
 

@@ -1,13 +1,12 @@
 """No operation on a device meets another's memory unasked: streams, copies and graphs under CUDA's own rules."""
-# ruff: noqa: E402 (torch and triton may be absent)
 
 import sys
 from contextlib import contextmanager, suppress
 
 import numpy as np
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
 pytest.importorskip("triton", reason="triton is not installed")
 
 import pretended_kernels

@@ -1,12 +1,8 @@
 """Content that is kept once, in a radix tree: tokens, ids and token-granular hits, on a device."""
-# ruff: noqa: E402 (torch may be absent)
 
 from dataclasses import replace
 
 import pytest
-
-torch = pytest.importorskip("torch")
-
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from runtime_turns import converse

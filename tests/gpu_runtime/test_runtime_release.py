@@ -5,23 +5,21 @@ import weakref
 from functools import partialmethod
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
-pytest.importorskip("psutil")
-
-from gpu_runtime.device import TorchDevice  # noqa: E402
-from gpu_runtime.device_memory import DeviceMemory  # noqa: E402
-from gpu_runtime.kv.pool import KVPool  # noqa: E402
-from gpu_runtime.live import LiveOptions, perform  # noqa: E402
-from gpu_runtime.model.decode_graph import DecodeGraph  # noqa: E402
-from kvtwin.testing.live import small_decoder  # noqa: E402
-from sim.errors import UserError  # noqa: E402
-from sim.options.scenario import Scenario  # noqa: E402
-from sim.run.prepare import prepare  # noqa: E402
-from sim.run.runs import Recording  # noqa: E402
-from sim.run.traffic import traffic  # noqa: E402
-from sim.systems import POLICIES  # noqa: E402
-from traces.errors import TraceError  # noqa: E402
+from gpu_runtime.device import TorchDevice
+from gpu_runtime.device_memory import DeviceMemory
+from gpu_runtime.kv.pool import KVPool
+from gpu_runtime.live import LiveOptions, perform
+from gpu_runtime.model.decode_graph import DecodeGraph
+from kvtwin.testing.live import small_decoder
+from sim.errors import UserError
+from sim.options.scenario import Scenario
+from sim.run.prepare import prepare
+from sim.run.runs import Recording
+from sim.run.traffic import traffic
+from sim.systems import POLICIES
+from traces.errors import TraceError
 
 SCENARIO = Scenario(
     model="qwen3-0.6b", gpu="cpu", dtype="float32", workload="fixed", input_len=9, output_len=5, num_prompts=3,

@@ -1,10 +1,6 @@
 """Chunks of conversations on GPU and host (Pensieve) change no token: whatever is hit with gaps, dropped or lost."""
-# ruff: noqa: E402 (torch may be absent)
 
 import pytest
-
-torch = pytest.importorskip("torch")
-
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from runtime_mistakes import misled

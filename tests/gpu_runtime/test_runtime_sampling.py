@@ -1,5 +1,4 @@
 """Tokens are drawn as a request asks, and are the same in whatever batch it is computed."""
-# ruff: noqa: E402 (torch may be absent)
 
 import asyncio
 import math
@@ -7,10 +6,7 @@ import random
 
 import msgspec
 import pytest
-
-torch = pytest.importorskip("torch")
-pytest.importorskip("aiohttp")
-
+import torch
 from runtime_server import serving
 
 from gpu_runtime.kv.pool import KVPool

@@ -1,21 +1,18 @@
 """HCache live: states leave behind every layer, KV comes back from them in three ways, and no token changes."""
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from runtime_mistakes import check_failures, failing_copies, misled, running_out
+from runtime_variants import WORKLOADS, policy_of
 
-torch = pytest.importorskip("torch")
-
-from hypothesis import given, settings  # noqa: E402
-from hypothesis import strategies as st  # noqa: E402
-from runtime_mistakes import check_failures, failing_copies, misled, running_out  # noqa: E402
-from runtime_variants import WORKLOADS, policy_of  # noqa: E402
-
-from gpu_runtime.model.decoder import DecoderLayer  # noqa: E402
-from kvtwin.testing import live, requests  # noqa: E402
-from kvtwin.testing.live import BLOCK_SIZE, GROWING, ROWS, SMALL, CheckedDevice, tight_limits  # noqa: E402
-from sim.cost.restoring import LayerSplit, StateBytes, state_share  # noqa: E402
-from sim.engine.changes import Move, Restore, Save  # noqa: E402
-from sim.errors import InvariantError  # noqa: E402
-from sim.systems.hcache import saved_states  # noqa: E402
+from gpu_runtime.model.decoder import DecoderLayer
+from kvtwin.testing import live, requests
+from kvtwin.testing.live import BLOCK_SIZE, GROWING, ROWS, SMALL, CheckedDevice, tight_limits
+from sim.cost.restoring import LayerSplit, StateBytes, state_share
+from sim.engine.changes import Move, Restore, Save
+from sim.errors import InvariantError
+from sim.systems.hcache import saved_states
 
 STATE = StateBytes(SMALL.hidden_size * 4.0, BLOCK_SIZE * 2 * SMALL.kv_size * 4.0)
 """Bytes of the small decoder's hidden state of a token, and of a block of KV of a layer."""

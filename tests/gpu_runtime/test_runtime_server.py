@@ -5,10 +5,6 @@ import random
 import time
 
 import pytest
-
-pytest.importorskip("torch")
-pytest.importorskip("aiohttp")
-
 from runtime_server import serving, token_ids
 from runtime_variants import FEW
 

@@ -4,10 +4,6 @@ import asyncio
 import resource
 
 import pytest
-
-pytest.importorskip("torch")
-pytest.importorskip("aiohttp")
-
 from hypothesis import given
 from hypothesis import strategies as st
 from runtime_server import serving

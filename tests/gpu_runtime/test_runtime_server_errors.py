@@ -6,10 +6,6 @@ import socket
 import threading
 
 import pytest
-
-pytest.importorskip("torch")
-pytest.importorskip("aiohttp")
-
 from aiohttp import web
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st

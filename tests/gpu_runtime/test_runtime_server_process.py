@@ -14,17 +14,15 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
-pytest.importorskip("aiohttp")
-
-from gpu_runtime import live  # noqa: E402
-from gpu_runtime.device import TorchDevice  # noqa: E402
-from gpu_runtime.serve.run import bind, stop_tokens, url_of  # noqa: E402
-from gpu_runtime.serve.server import ServerOptions  # noqa: E402
-from gpu_runtime.serve.text import load_codec  # noqa: E402
-from kvtwin import main  # noqa: E402
-from sim.errors import UserError  # noqa: E402
+from gpu_runtime import live
+from gpu_runtime.device import TorchDevice
+from gpu_runtime.serve.run import bind, stop_tokens, url_of
+from gpu_runtime.serve.server import ServerOptions
+from gpu_runtime.serve.text import load_codec
+from kvtwin import main
+from sim.errors import UserError
 
 torch.set_num_threads(1)
 

@@ -7,10 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
-
-from kvtwin.testing.live import small_decoder  # noqa: E402
+from kvtwin.testing.live import small_decoder
 
 ROOT = Path(__file__).parents[2]
 WRAPPER = """#!/bin/sh

@@ -6,19 +6,17 @@ import time
 from types import SimpleNamespace
 
 import pytest
+import torch
+from runtime_small import SMALL
+from test_runtime_validate import CONFIG
 
-torch = pytest.importorskip("torch")
-
-from runtime_small import SMALL  # noqa: E402
-from test_runtime_validate import CONFIG  # noqa: E402
-
-import kvtwin  # noqa: E402
-from gpu_runtime.kv.copy_engine import CopyEngine, CopyFailed  # noqa: E402
-from gpu_runtime.kv.copy_spans import MOST_KEPT, CopySpans  # noqa: E402
-from gpu_runtime.kv.pool import KVPool  # noqa: E402
-from gpu_runtime.measured.live_timeline import FIRST_PID, PROFILED_ITERATIONS, ZERO, on_our_clock  # noqa: E402
-from sim.engine.changes import Direction  # noqa: E402
-from sim.results.timeline import LIVE_PIDS  # noqa: E402
+import kvtwin
+from gpu_runtime.kv.copy_engine import CopyEngine, CopyFailed
+from gpu_runtime.kv.copy_spans import MOST_KEPT, CopySpans
+from gpu_runtime.kv.pool import KVPool
+from gpu_runtime.measured.live_timeline import FIRST_PID, PROFILED_ITERATIONS, ZERO, on_our_clock
+from sim.engine.changes import Direction
+from sim.results.timeline import LIVE_PIDS
 
 CPU = torch.device("cpu")
 LIVE = 1 + LIVE_PIDS

@@ -1,14 +1,10 @@
 """Logits and tokens are those of Hugging Face transformers, however prompts are cut and blocks scattered."""
-# ruff: noqa: E402 (torch may be absent)
 
 import random
 
 import pytest
-
-torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers")
-pytest.importorskip("safetensors")
-
+import torch
+import transformers
 from runtime_small import Runner
 
 from gpu_runtime.model.decoder import Decoder, greedy

@@ -6,8 +6,8 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
 pytest.importorskip("triton", reason="triton is not installed")
 
 CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")

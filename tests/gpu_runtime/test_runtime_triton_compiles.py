@@ -6,8 +6,8 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
-pytest.importorskip("torch")
 pytest.importorskip("triton", reason="triton is not installed")
 
 
@@ -26,7 +26,6 @@ def test_kernels_compile_and_fit_a_multiprocessor(capability):
 @pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
 def test_tiles_are_no_smaller_than_a_product_of_matrices_may_be(head_dim):
     """Triton before 3.9 refused the 8 tokens that heads of over 128 elements once had in fp32, on every GPU."""
-    torch = pytest.importorskip("torch")
     from gpu_runtime.model import triton_attention  # noqa: PLC0415 (triton may be absent)
 
     for dtype in (torch.float32, torch.float16):

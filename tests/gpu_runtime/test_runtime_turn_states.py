@@ -1,10 +1,6 @@
 """HCache over turns, live: a turn's states stay on the host, the next turn's KV is made from them, no token changes."""
-# ruff: noqa: E402 (torch may be absent)
 
 import pytest
-
-torch = pytest.importorskip("torch")
-
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from runtime_mistakes import failing_copies, misled, running_out

@@ -5,27 +5,25 @@ from itertools import repeat
 from math import inf
 
 import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from runtime_mistakes import check_failures, failing_copies, misled, running_out
+from runtime_variants import CONTIGUOUS, WORKLOADS, policy_of
 
-torch = pytest.importorskip("torch")
-
-from hypothesis import given, settings  # noqa: E402
-from hypothesis import strategies as st  # noqa: E402
-from runtime_mistakes import check_failures, failing_copies, misled, running_out  # noqa: E402
-from runtime_variants import CONTIGUOUS, WORKLOADS, policy_of  # noqa: E402
-
-from gpu_runtime import device_memory  # noqa: E402
-from gpu_runtime.kv.block_ids import OutOfBlocks  # noqa: E402
-from gpu_runtime.layers.uncached_tokens import RebuildingPass, UncachedTokens  # noqa: E402
-from gpu_runtime.machine.live_memory import fit_to_machine  # noqa: E402
-from gpu_runtime.model.decoder import DecoderLayer  # noqa: E402
-from kvtwin.testing import live, requests  # noqa: E402
-from kvtwin.testing.live import BLOCK_SIZE, GROWING, ROWS, CheckedDevice, small_decoder, tight_limits  # noqa: E402
-from sim.engine.changes import Rebuilt, Uncache  # noqa: E402
-from sim.errors import InvariantError, UserError  # noqa: E402
-from sim.options.scenario import Scenario  # noqa: E402
-from sim.systems.ellm.batch_and_ratio import BatchAndRatio  # noqa: E402
-from sim.systems.ellm.equations import CONFIGURATIONS  # noqa: E402
-from sim.systems.ellm.solver import Batch  # noqa: E402
+from gpu_runtime import device_memory
+from gpu_runtime.kv.block_ids import OutOfBlocks
+from gpu_runtime.layers.uncached_tokens import RebuildingPass, UncachedTokens
+from gpu_runtime.machine.live_memory import fit_to_machine
+from gpu_runtime.model.decoder import DecoderLayer
+from kvtwin.testing import live, requests
+from kvtwin.testing.live import BLOCK_SIZE, GROWING, ROWS, CheckedDevice, small_decoder, tight_limits
+from sim.engine.changes import Rebuilt, Uncache
+from sim.errors import InvariantError, UserError
+from sim.options.scenario import Scenario
+from sim.systems.ellm.batch_and_ratio import BatchAndRatio
+from sim.systems.ellm.equations import CONFIGURATIONS
+from sim.systems.ellm.solver import Batch
 
 LAYERS = 16
 """Of the decoder: more than the widest configuration has in scratch."""

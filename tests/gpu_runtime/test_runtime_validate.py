@@ -11,30 +11,27 @@ from statistics import median
 from types import SimpleNamespace
 
 import msgspec
+import psutil
 import pytest
+from runtime_variants import policy_of
+from small_results import small_result
 
-torch = pytest.importorskip("torch")
-psutil = pytest.importorskip("psutil")
-
-from runtime_variants import policy_of  # noqa: E402
-from small_results import small_result  # noqa: E402
-
-import kvtwin  # noqa: E402
-from gpu_runtime.live import LiveOptions  # noqa: E402
-from gpu_runtime.machine.live_memory import fit_to_machine  # noqa: E402
-from gpu_runtime.twin import probe  # noqa: E402
-from gpu_runtime.twin.agreement import Validation, agreements, markdown, verdict  # noqa: E402
-from gpu_runtime.twin.iterations import IterationAgreement, KindAgreement  # noqa: E402
-from kvtwin.testing.live import small_decoder  # noqa: E402
-from sim.errors import UserError  # noqa: E402
-from sim.files import folder_name  # noqa: E402
-from sim.options.scenario import Scenario  # noqa: E402
-from sim.run.files import simulate  # noqa: E402
-from sim.run.folders import NEW  # noqa: E402
-from sim.run.prepare import GIB, prepare  # noqa: E402
-from sim.systems import POLICIES  # noqa: E402
-from traces.request import Request  # noqa: E402
-from traces.writers import write_trace  # noqa: E402
+import kvtwin
+from gpu_runtime.live import LiveOptions
+from gpu_runtime.machine.live_memory import fit_to_machine
+from gpu_runtime.twin import probe
+from gpu_runtime.twin.agreement import Validation, agreements, markdown, verdict
+from gpu_runtime.twin.iterations import IterationAgreement, KindAgreement
+from kvtwin.testing.live import small_decoder
+from sim.errors import UserError
+from sim.files import folder_name
+from sim.options.scenario import Scenario
+from sim.run.files import simulate
+from sim.run.folders import NEW
+from sim.run.prepare import GIB, prepare
+from sim.systems import POLICIES
+from traces.request import Request
+from traces.writers import write_trace
 
 SCENARIO = Scenario(model="qwen3-0.6b", gpu="cpu", workload="fixed", input_len=9, output_len=9, dtype="float32")
 CONFIG = {

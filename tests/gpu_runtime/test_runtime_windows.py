@@ -4,9 +4,6 @@ from dataclasses import replace
 
 import msgspec
 import pytest
-
-pytest.importorskip("torch")
-
 import torch
 
 from gpu_runtime.live import LiveOptions, load_decoder

@@ -21,9 +21,6 @@ from sim.results.page.page import render
 from sim.results.page.saved import Section, read_run, read_sections
 from sim.results.page.studies import MOST_ROWS, kind_of, read_study
 
-pytest.importorskip("jinja2")
-pytest.importorskip("plotly")
-
 WORDS = ["--workload", "sharegpt", "--num-prompts", "60", "--request-rate", "12", "--gpu", "l20", "--quiet"]
 WORDS += ["--num-gpu-blocks-override", "400", "--goodput", "ttft:3000", "tpot:200"]
 CHARTS = ["parts", "limits", "ttft", "tpot", "arrivals", "memory0", "memory1", "memory2", "memory3", "memory4", "lanes"]

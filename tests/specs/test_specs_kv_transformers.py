@@ -1,12 +1,10 @@
 """Windows and parameters as `transformers` has them: its configs, written as files, read by ours."""
-# ruff: noqa: E402 (transformers may be absent)
 
 import json
 
 import pytest
-
-torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers")
+import torch
+import transformers
 
 from sim.specs.models import BUILT_IN, load_model, read_hf_config
 
