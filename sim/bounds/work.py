@@ -60,6 +60,13 @@ def least_work(requests: Sequence[Request], limits: Limits, cost: CostModel) -> 
     cached = np.minimum(shared, prompts - 1)
     contexts = _sum_to(prompts + decodes) - _sum_to(prompts)
     blocks = _blocks_to(prompts + decodes, size) - _blocks_to(prompts, size) - decodes * (shared // size)
+    if (kept := limits.kept_of_prompt) is not None:
+        # No less than if each token were the first after a recomputation.
+        if kept.budget is not None:
+            contexts = _window_to(prompts + decodes, kept.budget) - _window_to(prompts, kept.budget)
+        else:
+            contexts = ((contexts - decodes) * (1 - kept.dropped_share)).astype(np.int64)
+        blocks = np.zeros_like(blocks)
     window = contexts
     if limits.window is not None:
         tokens = limits.window.tokens

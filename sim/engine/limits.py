@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from sim.cost.model import CostModel
     from sim.cost.profile import Profile
     from sim.specs.hardware import HardwareSpec
+    from sim.specs.kv_format import KeptOfPrompt
     from sim.specs.models import ModelSpec
 
 
@@ -62,6 +63,7 @@ class Limits:
     enable_prefix_caching: bool = False
     window: WindowLimits | None = None
     states: StateLimits | None = None
+    kept_of_prompt: "KeptOfPrompt | None" = None
 
     @property
     def has_window_groups(self) -> bool:

@@ -29,6 +29,8 @@ class PagedMemory(Memory, Swaps):
         limits = b.limits
         if limits.states is not None:
             place = "sim.kv.states:StateMemory"
+        elif limits.kept_of_prompt is not None:
+            place = "sim.kv.compressed_prompts:CompressedPrompts"
         elif b.offloading.offloads:
             kind = "OffloadingMemory" if limits.enable_prefix_caching else "OffloadingPaged"
             place = f"sim.kv.offloading:{kind}"

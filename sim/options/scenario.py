@@ -137,8 +137,8 @@ class Scenario:
         "auto", "of the KV cache (auto: the model's); int8 and int4 have a scale and a zero point per 64 elements"
     )
     sparse_attention: str | None = _flag(
-        None, "attend to a part of the context: streaming-llm:window=N, h2o:budget=N, quest:budget=N or "
-        "double-sparsity, further options behind commas", "METHOD:...", sparse=True,
+        None, "attend to a part of the context, or keep one: quest:budget=N, snapkv:budget=N and others of "
+        "docs/sparse-attention.md, further options behind commas", "METHOD:...", sparse=True,
     )  # fmt: skip
     gpu: str = _flag("a100-80g", "GPU name", "G")
     tp: int = _count(1, "GPUs in the tensor-parallel group", unit="GPUs", alias="tensor_parallel_size")

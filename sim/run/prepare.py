@@ -161,7 +161,7 @@ def _prepare(asked_for: Scenario, scenario: Scenario, label: str, policy: Policy
     warnings += _other_slos(policy, Goodput.parse(scenario.goodput))
     pp = _stages(asked_for, scenario, model, policy, label, role)
     experts = _experts(scenario, model, policy, label, pp, warnings)
-    limits = _limits(scenario, model, hardware, policy, max_model_len, engine, pp, experts, warnings)
+    limits = _limits(scenario, model, hardware, policy, max_model_len, engine, pp, experts, sparse, warnings)
     engine_profile = _engine_profile(scenario, hardware, profile, policy, pp)
     warnings += _of_release(scenario, engine_profile)
     if pp > 1 and engine_profile is not None and engine_profile.host == "hidden":
@@ -309,6 +309,7 @@ def _limits(
     engine: EngineLimits,
     pp: int,
     experts: ExpertLayout | None,
+    sparse: "SparseAttention | None",
     warnings: list[str],
 ) -> Limits:
     """Pools as vLLM sizes them, of one of `pp` virtual engines, and the engine's limits."""
@@ -317,7 +318,7 @@ def _limits(
         swap_space = default_swap_space_gib(scenario, policy, hardware)
     block_size = scenario.block_size or policy.default_block_size
     groups, window = _window(scenario, model, policy, block_size)
-    cached, states = _prefix_caching(scenario, model, policy, window, warnings), None
+    cached, states = _prefix_caching(scenario, model, policy, window, sparse, warnings), None
     if model.gdn:
         groups, states = _states(scenario, model, hardware, policy)
         block_size = state_block_size(
@@ -356,6 +357,7 @@ def _limits(
         enable_prefix_caching=cached,
         window=window,
         states=states,
+        kept_of_prompt=sparse.kept_of_prompt if sparse is not None else None,
     )
 
 
@@ -543,13 +545,16 @@ def _states(
 
 
 def _prefix_caching(
-    scenario: Scenario, model: ModelSpec, policy: Policy, window: WindowLimits | None, warnings: list[str]
+    scenario: Scenario,
+    model: ModelSpec,
+    policy: Policy,
+    window: WindowLimits | None,
+    sparse: "SparseAttention | None",
+    warnings: list[str],
 ) -> bool:
     """Whether prefixes are cached; UserError where that was asked for and cannot be."""
     cached = policy.prefix_caching(scenario.enable_prefix_caching)
-    if not cached or window is None or window.blocks is None:
-        return cached
-    if window.chosen:
+    if cached and sparse is not None and sparse.forgets:
         if scenario.enable_prefix_caching:
             raise UserError(
                 f"--enable-prefix-caching: of a prompt --sparse-attention {scenario.sparse_attention} keeps a part "
@@ -557,7 +562,7 @@ def _prefix_caching(
             )
         warnings.append("prefixes are not cached: what is kept of a prompt depends on what follows")
         return False
-    if policy.has_hybrid_manager:
+    if not cached or window is None or window.blocks is None or policy.has_hybrid_manager:
         return cached
     remedy = "--policy vllm-v1 caches those"
     if window.num_full:

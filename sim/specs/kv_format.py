@@ -83,6 +83,7 @@ class KVLayers(msgspec.Struct, frozen=True, kw_only=True):
         window: most tokens that they attend to, the query's own included; None: `share` of all.
         last_token_only: a prompt runs through these layers with its last token only (YOCO's cross-decoder).
         share: of the context's tokens, those that a decode attends to where there is no window.
+        kept_share: likewise, those that memory keeps.
         index_share: of each token's KV, what is stored beside it and read by every decode, to find which to attend to.
         keeps_all: memory keeps the whole context though a window of it is attended to.
         prompts_see_all: the window is decodes' alone.
@@ -93,6 +94,7 @@ class KVLayers(msgspec.Struct, frozen=True, kw_only=True):
     window: int | None = None
     last_token_only: bool = False
     share: float = 1.0
+    kept_share: float = 1.0
     index_share: float = 0.0
     keeps_all: bool = False
     prompts_see_all: bool = False
@@ -111,6 +113,24 @@ class KVLayers(msgspec.Struct, frozen=True, kw_only=True):
     def keeps_window(self) -> bool:
         """Whether memory forgets what is beyond the window."""
         return self.window is not None and not self.keeps_all
+
+
+class KeptOfPrompt(msgspec.Struct, frozen=True):
+    """What memory keeps of a prompt once it has been computed; all that is generated stays.
+
+    Attributes:
+        budget: most tokens; None: `dropped_share` of them go.
+        dropped_share: of a prompt's tokens.
+    """
+
+    budget: int | None = None
+    dropped_share: float = 0.0
+
+    def tokens(self, prompt_tokens: int) -> int:
+        """How many of so many."""
+        if self.budget is not None:
+            return min(prompt_tokens, self.budget)
+        return max(1, int(prompt_tokens * (1 - self.dropped_share)))
 
 
 class KVFormat(msgspec.Struct, frozen=True):

@@ -413,7 +413,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     def kv_bytes_per_token(self, tp: int = 1) -> float:
         """Bytes per GPU of one token's KV in all layers that keep it (kappa), and of what is beside it."""
-        layers = sum(layers.num_stored * (1.0 + layers.index_share) for layers in self.kv_classes)
+        layers = sum(layers.num_stored * (layers.kept_share + layers.index_share) for layers in self.kv_classes)
         return layers * self.kv_bytes_per_token_layer(tp)
 
     def weight_bytes(self, tp: int = 1, expert_gpus: int | None = None) -> float:

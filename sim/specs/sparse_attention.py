@@ -2,12 +2,17 @@
 
 A method makes classes of layers (`KVLayers`) of a model whose layers are alike; memory, prices and jumps follow from
 these. Memory that forgets (StreamingLLM, H2O) holds as much as is read. Memory that keeps everything (Quest, Double
-Sparsity) gains bandwidth alone, and has an index beside the KV. Sources:
+Sparsity) gains bandwidth alone, and has an index beside the KV. A prompt that is compressed when it has been computed
+(SnapKV) is a shorter one from then on: its layers are as they were (`KeptOfPrompt`). Sources:
 
 - StreamingLLM: Xiao et al., "Efficient Streaming Language Models with Attention Sinks", ICLR 2024 (arXiv 2309.17453);
 - H2O: Zhang et al., "H2O: Heavy-Hitter Oracle for Efficient Generative Inference ...", NeurIPS 2023 (arXiv 2306.14048);
 - Quest: Tang et al., "Quest: Query-Aware Sparsity for Efficient Long-Context LLM Inference", ICML 2024 (2406.10774);
-- Double Sparsity: Yang et al., "Post-Training Sparse Attention with Double Sparsity", 2024 (arXiv 2408.07092).
+- Double Sparsity: Yang et al., "Post-Training Sparse Attention with Double Sparsity", 2024 (arXiv 2408.07092);
+- ClusterKV: Liu et al., "ClusterKV: Manipulating LLM KV Cache in Semantic Space ...", DAC 2025 (2412.03213);
+- SnapKV: Li et al., "SnapKV: LLM Knows What You Are Looking for before Generation", NeurIPS 2024 (2404.14469);
+- PyramidInfer: Yang et al., "PyramidInfer: Pyramid KV Cache Compression ...", Findings of ACL 2024 (2405.12532);
+- KVPress: NVIDIA's library of methods that drop a share of a prompt's KV (github.com/NVIDIA/kvpress).
 
 Not simulated: what it does to answers. Not priced: choosing the tokens (top-k, H2O's sums of scores), and reading them
 where they do not lie together. Every KV head reads as many tokens, whatever query heads share it.
@@ -19,7 +24,7 @@ from typing import Any, ClassVar
 import msgspec
 
 from sim.errors import UserError
-from sim.specs.kv_format import KVLayers
+from sim.specs.kv_format import KeptOfPrompt, KVLayers
 from sim.specs.model_spec import ModelSpec
 
 MOST_TOKENS = 1 << 24
@@ -28,6 +33,14 @@ MOST_TOKENS = 1 << 24
 
 def _tokens(help: str, default: Any = MISSING) -> Any:  # noqa: ANN401
     return field(default=default, metadata={"help": help, "least": 1})
+
+
+def _share(help: str, default: Any = MISSING) -> Any:  # noqa: ANN401
+    return field(default=default, metadata={"help": help, "least": 0})
+
+
+def _dense_layers(default: int) -> Any:  # noqa: ANN401
+    return field(default=default, metadata={"help": "first layers that attend to all", "least": 0})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +58,16 @@ class SparseAttention:
 
     def layers(self, model: ModelSpec) -> tuple[KVLayers, ...]:
         """The classes of the model's layers."""
-        raise NotImplementedError
+        return _like(model.num_layers)
+
+    @property
+    def kept_of_prompt(self) -> KeptOfPrompt | None:
+        """What stays of a prompt that has been computed; None: all that layers keep."""
+        return None
+
+
+def _like(num_layers: int, **terms: Any) -> tuple[KVLayers, ...]:  # noqa: ANN401
+    return (KVLayers(num_layers=num_layers, num_stored=num_layers, **terms),)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,8 +80,7 @@ class StreamingLLM(SparseAttention):
     sinks: int = _tokens("first tokens", 4)
 
     def layers(self, model: ModelSpec) -> tuple[KVLayers, ...]:
-        n = model.num_layers
-        return (KVLayers(num_layers=n, num_stored=n, window=self.sinks + self.window),)
+        return _like(model.num_layers, window=self.sinks + self.window)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,20 +97,64 @@ class H2O(SparseAttention):
     budget: int = _tokens("tokens kept, heavy hitters and recent ones together")
 
     def layers(self, model: ModelSpec) -> tuple[KVLayers, ...]:
-        n = model.num_layers
-        return (KVLayers(num_layers=n, num_stored=n, window=self.budget, prompts_see_all=True),)
+        return _like(model.num_layers, window=self.budget, prompts_see_all=True)
 
 
-def _selected(model: ModelSpec, dense_layers: int, chosen: KVLayers) -> tuple[KVLayers, ...]:
-    """`dense_layers` layers that read all, and the others like `chosen`."""
+@dataclass(frozen=True, kw_only=True)
+class SnapKV(SparseAttention):
+    """The tokens of a prompt that its last ones attend to, and all of the answer: min(prompt, budget) + answer.
+
+    PyramidKV and ZigZagKV share the same total among layers otherwise, Ada-KV among heads: with their mean budget they
+    hold and read as much. Assumed: all layers keep their prompt until it has been computed.
+    """
+
+    name: ClassVar[str] = "snapkv"
+    forgets: ClassVar[bool] = True
+    budget: int = _tokens("tokens kept of a prompt, on average over the layers")
+
+    @property
+    def kept_of_prompt(self) -> KeptOfPrompt:
+        return KeptOfPrompt(self.budget)
+
+
+@dataclass(frozen=True, kw_only=True)
+class KVPress(SparseAttention):
+    """A share of every prompt is dropped when it has been computed: prompt (1 - ratio) + answer."""
+
+    name: ClassVar[str] = "kvpress"
+    forgets: ClassVar[bool] = True
+    compression_ratio: float = _share("of a prompt's tokens, those dropped")
+
+    @property
+    def kept_of_prompt(self) -> KeptOfPrompt:
+        return KeptOfPrompt(None, self.compression_ratio)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PyramidInfer(SparseAttention):
+    """Fewer tokens the deeper the layer, of prompt and answer alike: reads and holds a share of the context.
+
+    Assumed: prompts attend to all, where deeper layers attend to fewer.
+    """
+
+    name: ClassVar[str] = "pyramidinfer"
+    forgets: ClassVar[bool] = True
+    needs_whole_prompts: ClassVar[bool] = True
+    share: float = _share("of the tokens, those kept, on average over the layers")
+
+    def layers(self, model: ModelSpec) -> tuple[KVLayers, ...]:
+        return _like(model.num_layers, share=self.share, kept_share=self.share, prompts_see_all=True)
+
+
+def _selected(model: ModelSpec, dense_layers: int, **terms: float) -> tuple[KVLayers, ...]:
+    """`dense_layers` layers that read all, and the others by `terms`."""
     if dense_layers >= model.num_layers:
         raise UserError(
             f"--sparse-attention: dense-layers={dense_layers} are all {model.num_layers} layers of {model.name}: "
             "give fewer"
         )
-    n = model.num_layers - dense_layers
-    sparse = msgspec.structs.replace(chosen, num_layers=n, num_stored=n, keeps_all=True, prompts_see_all=True)
-    return (*([KVLayers(num_layers=dense_layers, num_stored=dense_layers)] if dense_layers else []), sparse)
+    sparse = _like(model.num_layers - dense_layers, keeps_all=True, prompts_see_all=True, **terms)
+    return (*(_like(dense_layers) if dense_layers else ()), *sparse)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,14 +168,26 @@ class Quest(SparseAttention):
     name: ClassVar[str] = "quest"
     budget: int = _tokens("tokens attended to")
     page: int = _tokens("tokens of a page", 16)
-    dense_layers: int = field(default=2, metadata={"help": "first layers that attend to all", "least": 0})
+    dense_layers: int = _dense_layers(2)
 
     def layers(self, model: ModelSpec) -> tuple[KVLayers, ...]:
-        return _selected(
-            model,
-            self.dense_layers,
-            KVLayers(num_layers=1, num_stored=1, window=self.budget, index_share=1 / self.page),
-        )
+        return _selected(model, self.dense_layers, window=self.budget, index_share=1 / self.page)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterKV(SparseAttention):
+    """Clusters of tokens with like keys: reads min(c, budget), and a mean key a cluster, which is half a token's KV.
+
+    Assumed: KV stays on the GPU, where the original keeps it on the host and caches clusters; `dense-layers` as Quest.
+    """
+
+    name: ClassVar[str] = "clusterkv"
+    budget: int = _tokens("tokens attended to")
+    cluster: int = _tokens("tokens of a cluster, on average", 80)
+    dense_layers: int = _dense_layers(2)
+
+    def layers(self, model: ModelSpec) -> tuple[KVLayers, ...]:
+        return _selected(model, self.dense_layers, window=self.budget, index_share=1 / (2 * self.cluster))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,21 +195,20 @@ class DoubleSparsity(SparseAttention):
     """A share of the tokens, found by some channels of their keys (labels): reads c (share + labels)."""
 
     name: ClassVar[str] = "double-sparsity"
-    share: float = field(default=1 / 16, metadata={"help": "of the tokens, those attended to", "least": 0})
-    channels: float = field(default=1 / 16, metadata={"help": "of a key's channels, those in its label", "least": 0})
+    share: float = _share("of the tokens, those attended to", 1 / 16)
+    channels: float = _share("of a key's channels, those in its label", 1 / 16)
     label_bits: int = _tokens("of an element of a label", 4)
-    dense_layers: int = field(default=0, metadata={"help": "first layers that attend to all", "least": 0})
+    dense_layers: int = _dense_layers(0)
 
     def layers(self, model: ModelSpec) -> tuple[KVLayers, ...]:
         # Keys are half of KV.
         labels = self.channels / 2 * self.label_bits / (8 * model.kv_dtype_bytes)
-        return _selected(
-            model, self.dense_layers, KVLayers(num_layers=1, num_stored=1, share=self.share, index_share=labels)
-        )
+        return _selected(model, self.dense_layers, share=self.share, index_share=labels)
 
 
 METHODS: dict[str, type[SparseAttention]] = {
-    method.name: method for method in (StreamingLLM, H2O, Quest, DoubleSparsity)
+    method.name: method
+    for method in (StreamingLLM, H2O, SnapKV, KVPress, PyramidInfer, Quest, ClusterKV, DoubleSparsity)
 }
 
 
@@ -151,7 +227,8 @@ def parse_sparse_attention(text: str) -> SparseAttention:
         values[known[option].name] = _value(where, option, value, known[option].type, known[option].metadata["least"])
     for option, f in known.items():
         if f.default is MISSING and f.name not in values:
-            raise UserError(f"{where}: {name} needs {option}=N ({f.metadata['help']}): give it")
+            number = "N" if f.type is int else "X"
+            raise UserError(f"{where}: {name} needs {option}={number} ({f.metadata['help']}): give it")
     return METHODS[name](**values)
 
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtwin.testing.conformance import Workload, check, limits_of, rows
-from kvtwin.testing.engines import Machine, linear_machine, requests, tiny_model
+from kvtwin.testing.engines import Machine, linear_machine, requests, simulate, tiny_model
 from sim.bounds.work import least_work
 from sim.cost.forms import LinearCost
 from sim.cost.roofline import RooflineCost
@@ -25,8 +25,10 @@ from sim.study.serve_commands import serve_commands
 LLAMA = load_model("llama-2-7b")
 LAYER_BYTES = 16_384
 """Of Llama-2-7B, a token and layer: 2 x 32 heads x 128 elements x 2 bytes."""
-KEPT = ("quest:budget=40", "quest:budget=7,page=4,dense-layers=0", "double-sparsity")
-FORGOTTEN = ("streaming-llm:window=40,sinks=1", "h2o:budget=24")
+KEPT = ("quest:budget=40", "quest:budget=7,page=4,dense-layers=0", "clusterkv:budget=30", "double-sparsity")
+FORGOTTEN = ("streaming-llm:window=40,sinks=1", "h2o:budget=24", "pyramidinfer:share=0.4")
+COMPRESSED = ("snapkv:budget=20", "kvpress:compression-ratio=0.7")
+"""Prompts, when they have been computed."""
 
 
 def setup(method: str, policy: str = "vllm-recompute", **options) -> Setup:
@@ -51,6 +53,9 @@ def tokens_read(method: str, context: int) -> float:
         ("streaming-llm:window=2044", 2000, 2000),
         ("streaming-llm:window=2044", 1_000_000, 2048),
         ("h2o:budget=512", 4096, 512),
+        ("pyramidinfer:share=0.46", 1000, 460),
+        # 400 clusters of 80 tokens, of each a mean key: half a token's KV.
+        ("clusterkv:budget=1024,dense-layers=0", 32_000, 1024 + 200),
         # A sixteenth of the tokens; labels of a sixteenth of the keys' channels, in 4 of 16 bits: 1/128.
         ("double-sparsity", 12_800, 800 + 100),
         ("double-sparsity:share=0.25,channels=0.5,label-bits=16", 1000, 250 + 250),
@@ -73,6 +78,47 @@ def test_memory_that_forgets_is_smaller_and_memory_with_an_index_larger():
         assert limits.window == WindowLimits(104, 0, 1, 7, window_first=True, chosen=True)
         assert not limits.enable_prefix_caching
     assert setup("quest:budget=512", "vllm-v1").limits.enable_prefix_caching
+
+
+def test_a_block_is_smaller_where_each_token_is_kept_by_some_layers():
+    """PyramidInfer's Llama-2-13B holds 46 % of the KV: 54 % less."""
+    kept = setup("pyramidinfer:share=0.46").limits
+    assert kept.block_bytes == pytest.approx(0.46 * 16 * LAYER_BYTES * 32)
+    assert kept.window is None
+
+
+@pytest.mark.parametrize(
+    ("method", "prompt", "kept"),
+    [
+        ("snapkv:budget=1024", 1000, 1000),
+        ("snapkv:budget=1024", 16_384, 1024),
+        # As KVPress computes it: int(100 x (1 - 0.9)) is 9.
+        ("kvpress:compression-ratio=0.9", 100, 9),
+        ("kvpress:compression-ratio=0.5", 1001, 500),
+        ("kvpress:compression-ratio=0.9", 5, 1),
+    ],
+)
+def test_tokens_kept_of_a_prompt(method, prompt, kept):
+    limits = setup(method).limits
+    assert limits.kept_of_prompt is not None
+    assert limits.kept_of_prompt.tokens(prompt) == kept
+    assert limits.window is None
+    assert not setup(method, "vllm-v1").limits.enable_prefix_caching
+
+
+def test_a_compressed_prompt_is_a_shorter_one_from_its_first_token_on():
+    """100 tokens in 7 blocks of 16; 20 of them and the answer's first in 2; at its last, 60 + 20 - 1 tokens in 5."""
+    found = setup("snapkv:budget=20", num_gpu_blocks_override=20, max_model_len=256)
+    plain = linear_machine(found.limits.block_bytes)
+    machine = Machine(found.model, plain.cost, plain.profile, plain.hardware)
+    seen = []
+
+    def observe(scheduler):
+        return lambda plan, *_: seen.append((20 - scheduler.gpu.free, plan.decode_context_tokens))
+
+    simulate(found.policy, requests((0.0, 100, 60)), found.limits, machine=machine, jump=False, observe=observe)
+    assert seen[:2] == [(7, 0), (2, 21)]
+    assert seen[-1] == (5, 79)
 
 
 def test_decodes_pay_for_what_they_read():
@@ -147,6 +193,20 @@ def test_so_it_does_where_prompts_are_split(policy):
     check(parse_policy(policy, {})[1], examples=20, among=workloads(policy, FORGOTTEN[:1]))
 
 
+@pytest.mark.parametrize("policy", ["vllm-recompute", "vllm-swap", "vllm-v1", "sarathi", "infercept"])
+def test_compressed_prompts_keep_to_it_in_chunks_or_whole_and_computed_again(policy):
+    check(parse_policy(policy, {})[1], examples=20, among=workloads(policy, COMPRESSED))
+
+
+@pytest.mark.parametrize("method", COMPRESSED)
+def test_no_bound_counts_tokens_that_are_not_read(method):
+    """Of a prompt of 100 tokens and 21 generated; a decode has no less than the budget, or 30 % of what came before."""
+    found = setup(method)
+    work, _ = least_work(requests((0.0, 100, 21)), found.limits, found.cost)
+    assert work.context_tokens[0] == {"snapkv:budget=20": 20 * 20}.get(method, int(sum(range(100, 120)) * 0.3))
+    assert not work.blocks[0]
+
+
 @given(st.sampled_from([*KEPT, *FORGOTTEN]), st.integers(1, 2000))
 def test_no_method_reads_more_than_its_index_beside_the_context(method, context):
     kv = with_sparse_attention(LLAMA, parse_sparse_attention(method)).kv_format()
@@ -157,7 +217,17 @@ def test_no_method_reads_more_than_its_index_beside_the_context(method, context)
 @pytest.mark.parametrize(
     ("method", "policy", "options", "told"),
     [
-        ("snapkv:budget=9", "vllm-v1", {}, "'snapkv' is no method; give one of streaming-llm, h2o, quest"),
+        ("tova:budget=9", "vllm-v1", {}, "'tova' is no method; give one of streaming-llm, h2o, snapkv"),
+        (
+            "kvpress",
+            "vllm-v1",
+            {},
+            r"kvpress needs compression-ratio=X \(of a prompt's tokens, those dropped\): give it",
+        ),
+        ("snapkv:budget=9", "layerkv", {}, "eviction=layer-offload keeps the whole context"),
+        ("snapkv:budget=9", "vllm-v1", {"enable_prefix_caching": True}, "depends on what follows; leave it out"),
+        ("snapkv:budget=9", "vllm-v1:kv-offloading-size=1", {}, "kv-offloading-size: .* and whole ones move"),
+        ("snapkv:budget=9", "vllm-v1:spec-method=ngram,spec-tokens=2,acceptance-rate=0.5", {}, "a part of a prompt"),
         ("quest", "vllm-v1", {}, r"quest needs budget=N \(tokens attended to\): give it"),
         ("quest:budgte=9", "vllm-v1", {}, "has no option 'budgte'; it has budget, page, dense-layers"),
         ("quest:budget=0", "vllm-v1", {}, "budget=0 is no whole number from 1 to"),

@@ -147,7 +147,7 @@ def test_what_does_not_go_with_drafts_is_refused(text: str, told: str) -> None:
 def test_windows_and_bounds_refuse_drafts() -> None:
     """The bound holds for one token of a sequence at a time, and rings have no slots ahead."""
     policy = drafting(PLENTY)
-    with pytest.raises(UserError, match="keep a window or a state"):
+    with pytest.raises(UserError, match="keep a window, a state or a part"):
         policy.parts(limits(chunked=True, window=WindowLimits(64)), linear_machine().deployment)
     scenario = Scenario(workload="fixed", goodput=("ttft:1000",), num_prompts=2)
     setup = prepare(scenario, "", policy)

@@ -40,10 +40,11 @@ class Speculative(Direct):
         if options.spec_method is None:
             raise UserError(f"stage={cls.name}: spec-method is missing; give one, spec-tokens and acceptance-rate")
         model = b.deployment.model
-        if b.limits.window is not None or b.limits.states is not None:
+        limits = b.limits
+        if limits.window is not None or limits.states is not None or limits.kept_of_prompt is not None:
             raise UserError(
-                f"spec-method={options.spec_method}: {model.name} has layers that keep a window or a state, in which "
-                "slots ahead are not simulated; take another model"
+                f"spec-method={options.spec_method}: {model.name} has layers that keep a window, a state or a part of "
+                "a prompt, in which slots ahead are not simulated; take another model, or leave out --sparse-attention"
             )
         return cls(options, b)
 
