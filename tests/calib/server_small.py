@@ -24,7 +24,7 @@ UNSTEADY, LATE_S = 0.02, 2e-4
 
 def setup(policy="vllm-v1", rate=4.0, **changes):
     """Llama-2-7B on an A100, as the server has it but for the constants."""
-    scenario = Scenario(workload="sharegpt", num_prompts=200, request_rate=rate, max_model_len=4096, seed=3)
+    scenario = Scenario(workload="sharegpt", num_prompts=100, request_rate=rate, max_model_len=4096, seed=3)
     return prepare(as_served(replace(scenario, **changes)), *parse_policy(policy, {}))
 
 
