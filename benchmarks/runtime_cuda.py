@@ -372,7 +372,7 @@ def with_flashinfer(rig: Rig, figures: Figures, name: str, measured_s: Callable[
     """The same with ours and with flashinfer's kernels, all layers in one block table; where it cannot, why."""
     decoder = rig.decoder
     try:
-        check_backend("flashinfer", decoder.device.type, decoder.dtype, decoder.config.head_dim)
+        check_backend("flashinfer", decoder.device.type, decoder.dtype, decoder.config)
     except UserError as error:
         figures.refuse(f"{name}, flashinfer", str(error))
         return

@@ -146,11 +146,12 @@ class TorchDevice:
         return StepTimes(1, end_s, 0.0, 0.0, end_s, 1)
 
     def launch(self, plan: IterationPlan) -> None:
-        self._in_flight.begin()
         done = self.executed = Executed()
         num_tokens_of, placement = self.scheduler.batch.num_tokens_of, self.memory.placement
         copies, inputs, uncached = self.memory.copies, self.memory.inputs, self.memory.uncached
         decodes = [(seq, num_tokens_of(seq)) for seq in plan.decodes]
+        under_way = self._in_flight.under_way
+        self._in_flight.begin({seq: new for seq, new, _, _ in plan.chunks} | {seq: 1 for seq, _ in decodes})
         for change in plan.changes:
             if type(change) is Append:
                 self.tokens.extend(change.seq, change.num_tokens)
@@ -166,8 +167,10 @@ class TorchDevice:
             done.add(self._transfers.begin(move))
         if plan.chunks or decodes:
             if self.memory.has_windows:
-                placement.leave((seq, cached) for seq, _, cached, _ in plan.chunks)
-                placement.leave((seq, num_tokens - 1) for seq, num_tokens in decodes)
+                # What an iteration under way reads is given back one later, as the scheduler counts.
+                reading = [(seq, cached) for seq, _, cached, _ in plan.chunks]
+                reading += [(seq, num_tokens - 1) for seq, num_tokens in decodes]
+                placement.leave((seq, position - under_way.get(seq, 0)) for seq, position in reading)
             placement.grow((seq, cached + new) for seq, new, cached, _ in plan.chunks)
             placement.grow(decodes)
             if inputs is not None:

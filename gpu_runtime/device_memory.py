@@ -57,8 +57,6 @@ def check_executable(memory: Memory) -> None:
             "prefixes of layers with a window are not told to a device yet: give --no-enable-prefix-caching, or where "
             "other layers have none, --disable-hybrid-kv-cache-manager"
         )
-    elif isinstance(memory, HybridMemory) and memory.scheduler.batching.schedules_ahead:
-        reason = "a device gives back what has left a window one step at a time: give --no-async-scheduling"
     if reason:
         raise UserError(reason)
 

@@ -98,12 +98,7 @@ def load_decoder(model: str, dtype: str, options: LiveOptions) -> Decoder:
     check_device(options.device)
     built_in = options.weights is None and model.lower() in built_in_names(BUILT_IN)
     config = DecoderConfig.from_spec(load_model(model)) if built_in else DecoderConfig.from_hf(options.weights or model)
-    check_backend(options.attention_backend, options.device, DTYPES[dtype], config.head_dim)
-    if any(config.windows) and options.device != "cpu":
-        raise UserError(
-            f"{config.name}: sliding windows are computed with --device cpu alone yet: lower max_position_embeddings "
-            f"to {min(filter(None, config.windows))} in a copy of config.json to serve shorter contexts"
-        )
+    check_backend(options.attention_backend, options.device, DTYPES[dtype], config)
     if config.experts is not None and options.device != "cpu":
         raise UserError(f"{config.name}: experts are computed with --device cpu alone yet: use a dense model")
     check_weights(config, DTYPES[dtype], options.device)

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 from sim.cost.engine_profile import OURS, OURS_AHEAD, load_engine_profile
 from sim.errors import UserError
+from sim.kv.hybrid import HybridMemory
 from sim.kv.paged import PagedMemory
 from sim.kv.prefix import PrefixMemory
 from sim.options.scenario import Scenario
@@ -46,4 +47,5 @@ def _cannot(scenario: Scenario, policy: Policy) -> str:
             return f"{kind}={names[kind]}"
     setup = prepare(scenario, "", policy.with_async_scheduling(False))
     memory = build_engine(setup, None, Recording()).scheduler.memory
-    return "" if type(memory) in (PagedMemory, PrefixMemory) else f"memory={names['memory']} ({type(memory).__name__})"
+    can = type(memory) in (PagedMemory, PrefixMemory, HybridMemory)
+    return "" if can else f"memory={names['memory']} ({type(memory).__name__})"

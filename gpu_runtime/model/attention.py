@@ -32,9 +32,9 @@ def paged_attention(
     Returns: [N, num_heads, head_dim].
     """
     group, cache = pool.layer(layer)
-    tables = batch.block_tables[group]
+    tables, window = batch.block_tables[group], pool.config.window(layer)
     if not backend.uses_triton(query):
-        return torch_attention.paged_attention(query, cache, tables, batch, new, pool.config.window(layer))
+        return torch_attention.paged_attention(query, cache, tables, batch, new, window)
     from gpu_runtime.model import triton_attention  # noqa: PLC0415 (CUDA only)
 
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
@@ -43,16 +43,17 @@ def paged_attention(
         # Stored in fewer bits, a prompt's own keys are better taken as they are.
         is_exact = cache.dtype == query.dtype
         if backend.uses_flash(query):
-            attended = flash_prompts.attend_prompts(query, *new, batch)
+            attended = flash_prompts.attend_prompts(query, *new, batch, window)
             if len(attended) == len(query):
                 return attended
             out[batch.prompt_rows] = attended
             chunks = chunks[: batch.num_cached_chunks]
         else:
-            torch_attention.attend_prompts(query, *new, batch, out, least=LONG_PROMPT if is_exact else 2)
+            least = LONG_PROMPT if is_exact else 2
+            torch_attention.attend_prompts(query, *new, batch, out, least, window)
             chunks = chunks[: batch.num_batched_chunks if is_exact else batch.num_cached_chunks]
     if len(chunks):
-        triton_attention.attend_chunks(query, cache, tables, batch, chunks, out)
+        triton_attention.attend_chunks(query, cache, tables, batch, chunks, out, window)
     if len(batch.decode_seqs):
-        triton_attention.attend_decodes(query, cache, tables, batch, out)
+        triton_attention.attend_decodes(query, cache, tables, batch, out, window)
     return out

@@ -7,6 +7,7 @@ import torch
 import torch.nn.attention
 from torch import Tensor
 
+from gpu_runtime.model.config import DecoderConfig
 from sim.errors import UserError
 
 OF_DEVICE = {"cuda": ("auto", "triton", "flashinfer"), "cpu": ("auto", "torch")}
@@ -21,7 +22,7 @@ NEWER_FLASH = {9: "FA3", 10: "FA4"}
 """torch's names of newer ones, by the compute capability that they are for."""
 
 
-def check_backend(name: str, device: str, dtype: torch.dtype, head_dim: int) -> None:
+def check_backend(name: str, device: str, dtype: torch.dtype, config: DecoderConfig) -> None:
     """UserError for an attention backend that cannot compute this on this device."""
     where = f"--attention-backend {name}"
     if name not in OF_DEVICE[device]:
@@ -32,9 +33,11 @@ def check_backend(name: str, device: str, dtype: torch.dtype, head_dim: int) -> 
         raise UserError(f"{where}: flashinfer is not installed: pip install 'kvtwin[flashinfer]'")
     if dtype not in FLASHINFER_DTYPES:
         raise UserError(f"{where}: computes in 16 bits, not in {dtype}: give --dtype bfloat16, or use triton")
-    if head_dim not in FLASHINFER_HEAD_DIMS:
+    if config.head_dim not in FLASHINFER_HEAD_DIMS:
         known = ", ".join(map(str, FLASHINFER_HEAD_DIMS))
-        raise UserError(f"{where}: heads of {head_dim} elements, it has kernels for {known}: use triton")
+        raise UserError(f"{where}: heads of {config.head_dim} elements, it has kernels for {known}: use triton")
+    if any(config.windows):
+        raise UserError(f"{where}: attends to all tokens, and {config.name} has layers with a window: use triton")
 
 
 def uses_triton(tensor: Tensor) -> bool:

@@ -44,6 +44,8 @@ class LateTokens:
 class Flight:
     """One iteration: whose tokens it chooses, in order, and where these are."""
 
+    num_new: Mapping[Seq, int] = field(default_factory=dict)
+    """Tokens that it computes of each sequence."""
     seqs: list[Seq] = field(default_factory=list)
     parts: list[Tensor] = field(default_factory=list)
     failed: list[Seq] = field(default_factory=list)
@@ -65,9 +67,14 @@ class TokensInFlight:
         self._places: dict[Seq, int] = {}
         """Of the sequences of the latest iteration launched before."""
 
-    def begin(self) -> None:
-        """An iteration is about to be launched."""
-        self._current = Flight()
+    @property
+    def under_way(self) -> Mapping[Seq, int]:
+        """Tokens of each sequence that the latest iteration launched computes; none once it has been read."""
+        return self._flying[-1].num_new if self._flying else {}
+
+    def begin(self, num_new: Mapping[Seq, int]) -> None:
+        """An iteration is about to be launched, which computes so many tokens of each sequence."""
+        self._current = Flight(num_new)
         latest = self._flying[-1] if self._flying else Flight()
         self._places = {seq: place for place, seq in enumerate(latest.seqs)}
 

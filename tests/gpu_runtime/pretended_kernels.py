@@ -143,7 +143,8 @@ def add_rms_norm(machine: Machine, hidden: Any, update: Any, weight: Any, epsilo
 def stand_in(machine: Machine, patch: pytest.MonkeyPatch) -> None:
     """Let the kernels of this machine take the place of Triton's."""
 
-    def attend_decodes(query: Any, cache: Any, tables: Any, batch: AttentionBatch, out: Any) -> None:
+    def attend_decodes(query: Any, cache: Any, tables: Any, batch: AttentionBatch, out: Any, window: Any) -> None:
+        assert window is None
         attend(machine, query, cache, tables, batch, batch.decode_seqs, out)
 
     patch.setattr(triton_attention, "attend_decodes", attend_decodes)

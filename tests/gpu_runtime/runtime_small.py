@@ -8,9 +8,22 @@ import torch
 from gpu_runtime.kv.pool import KVPool
 from gpu_runtime.model.attention import AttentionBatch
 from gpu_runtime.model.decoder import Decoder
-from kvtwin.testing.live import SMALL
+from kvtwin.testing.live import SMALL, CheckedDevice
 
-__all__ = ["SMALL", "Runner"]
+__all__ = ["GRAPHED", "SMALL", "Runner", "Warm"]
+
+GRAPHED = {"graph_batch_sizes": (1, 2, 4), "capture": lambda compute: compute, "spare_blocks": 1}
+"""Options of a device that computes decodes as graphs, which here are computed each time. A padded row, whose slot is
+nowhere, writes to the spare block: a CPU writes behind."""
+
+
+class Warm(CheckedDevice):
+    """Has its graphs when serving begins."""
+
+    def start(self):
+        with torch.inference_mode():
+            self.warm_up()
+        super().start()
 
 
 class Runner:

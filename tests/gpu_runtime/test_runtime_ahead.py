@@ -3,9 +3,9 @@
 from dataclasses import replace
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from runtime_small import GRAPHED, Warm
 from runtime_variants import WORKLOADS, policy_of
 from test_runtime_two_clocks import WORKLOADS as ARRIVALS
 from test_runtime_two_clocks import Shown, named_alike
@@ -59,21 +59,12 @@ class Late(CheckedDevice):
         return super().collect()
 
 
-GRAPHED = {"graph_batch_sizes": (1, 2, 4), "capture": lambda compute: compute, "spare_blocks": 1}
-
-
 @pytest.mark.parametrize("graphs", [{}, GRAPHED])
 @settings(max_examples=15, deadline=None)
 @given(rows=WORKLOADS, gpu=st.integers(17, 40), chunked=st.booleans(), cached=st.booleans())
 def test_every_request_has_the_tokens_that_it_has_alone(graphs, rows, gpu, chunked, cached):
     arrivals = alike(requests(*rows))
     limit = replace(tight_limits(AHEAD, chunked=chunked, gpu=gpu), enable_prefix_caching=cached)
-
-    class Warm(Late):
-        def start(self):
-            with torch.inference_mode():
-                self.warm_up()
-            super().start()
 
     served = live.serve(AHEAD, arrivals, limit, kind=Warm, **graphs)
     assert len(live.check_tokens(served, arrivals)) == len(rows)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from runtime_small import SMALL, Runner
+from runtime_small import GRAPHED, SMALL, Runner, Warm
 from runtime_variants import FEW, STREAM
 from test_runtime_policies import WORKLOADS, check
 
@@ -19,7 +19,7 @@ from gpu_runtime.model.decode_graph import DecodeGraph, capture_graph
 from gpu_runtime.model.decoder import Decoder
 from gpu_runtime.tokens import tokens_in_flight
 from kvtwin.testing import limits, live, requests
-from kvtwin.testing.live import ROWS, CheckedDevice, small_decoder
+from kvtwin.testing.live import ROWS, small_decoder
 from sim.engine.sequence import Status
 from sim.systems import POLICIES
 
@@ -46,17 +46,14 @@ def graphed(monkeypatch):
             passes.append((kind, len(batch.num_new)))
         return forward(self, token_ids, batch, *rest, **named)
 
-    class Graphed(CheckedDevice):
-        def start(self):
-            with torch.inference_mode():
-                self.warm_up()
+    class Graphed(Warm):
+        def warm_up(self):
+            super().warm_up()
             passes.clear()
-            super().start()
 
     monkeypatch.setattr(Decoder, "forward", computing)
     monkeypatch.setattr(DecodeGraph, "run", replayed)
-    # Plain torch has no place to write nowhere: padding writes to the last block, which no sequence holds.
-    options = {"kind": Graphed, "graph_batch_sizes": (1, 2, 4), "capture": lambda compute: compute, "spare_blocks": 1}
+    options = {"kind": Graphed, **GRAPHED}
 
     def checked(variant, rows, **sizes):
         return check(variant, rows, options=options, **sizes)

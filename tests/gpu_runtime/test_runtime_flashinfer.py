@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import flashinfer_stand_in as stand_in
+import msgspec
 import pytest
 import torch
 from hypothesis import given, settings
@@ -132,14 +133,16 @@ def test_pools_with_a_table_for_each_layer_are_refused():
         ("torch", "cuda", {}, "does not run on --device cuda: use one of auto, triton, flashinfer"),
         ("flashinfer", "cuda", {"absent": True}, r"pip install 'kvtwin\[flashinfer\]'"),
         ("flashinfer", "cuda", {"dtype": torch.float32}, "16 bits, not in torch.float32: give --dtype bfloat16"),
+        ("flashinfer", "cuda", {"windows": (9, None)}, "attends to all tokens, and small has layers with a window"),
         ("flashinfer", "cuda", {"head_dim": 80}, "heads of 80 elements, it has kernels for 64, 128, 256"),
     ],
 )
 def test_what_a_backend_cannot_do_is_refused(monkeypatch, name, device, changes, refusal):
-    absent = changes.pop("absent", False)
+    changes = {"absent": False, "dtype": torch.bfloat16, "head_dim": 128} | changes
+    absent, dtype = changes.pop("absent"), changes.pop("dtype")
     monkeypatch.setattr(backend, "find_spec", lambda _: None if absent else object())
     with pytest.raises(UserError, match=refusal):
-        backend.check_backend(name, device, **{"dtype": torch.bfloat16, "head_dim": 128} | changes)
+        backend.check_backend(name, device, dtype, msgspec.structs.replace(SMALL, **changes))
 
 
 def test_the_option_reaches_the_decoder(tmp_path, capsys):

@@ -7,6 +7,7 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
 
+import msgspec
 from runtime_small import SMALL
 
 from gpu_runtime.kv.pool import KVPool
@@ -23,10 +24,10 @@ def launched(monkeypatch):
     monkeypatch.setattr(backend, "uses_triton", lambda tensor: True)
     monkeypatch.setattr(torch_attention, "scaled_dot_product_attention", lambda q, *_, **__: calls.append("alone") or q)
     monkeypatch.setattr(
-        triton_attention, "attend_chunks", lambda q, c, t, b, seqs, out: calls.append(("chunks", seqs.tolist()))
+        triton_attention, "attend_chunks", lambda q, c, t, b, seqs, *_: calls.append(("chunks", seqs.tolist()))
     )
     monkeypatch.setattr(
-        triton_attention, "attend_decodes", lambda q, c, t, b, out: calls.append(("decodes", b.decode_seqs.tolist()))
+        triton_attention, "attend_decodes", lambda q, c, t, b, *_: calls.append(("decodes", b.decode_seqs.tolist()))
     )
     return calls
 
@@ -37,7 +38,7 @@ class Flash:
     def __init__(self):
         self.calls = []
 
-    def __call__(self, q, k, v, starts, k_starts, longest, k_longest, dropout, causal, mask, *, scale):
+    def __call__(self, q, k, v, starts, k_starts, longest, k_longest, dropout, causal, mask, *, scale, **sides):
         lengths = starts.diff().tolist()
         assert starts.equal(k_starts) and starts.dtype == torch.int32 and (dropout, causal, mask) == (0.0, True, False)
         assert longest == k_longest == max(lengths) and len(q) == len(k) == len(v) == sum(lengths)
@@ -45,7 +46,9 @@ class Flash:
         parts = []
         for one in zip(*(part.split(lengths) for part in (q, k, v)), strict=True):
             q_, k_, v_ = (part.transpose(0, 1)[None] for part in one)
-            parts.append(REAL_SDPA(q_, k_, v_, is_causal=True, scale=scale, enable_gqa=True)[0].transpose(0, 1))
+            seen = torch.ones(len(one[0]), len(one[0]), dtype=torch.bool).tril(sides.get("window_size_right", 0))
+            seen = seen.triu(-sides.get("window_size_left", len(seen)))
+            parts.append(REAL_SDPA(q_, k_, v_, attn_mask=seen, scale=scale, enable_gqa=True)[0].transpose(0, 1))
         return torch.cat(parts), None, None, None, None
 
 
@@ -61,9 +64,9 @@ def flash(launched, monkeypatch):
     return found
 
 
-def attend(num_new, context, kv_dtype=torch.float32):
+def attend(num_new, context, kv_dtype=torch.float32, window=None):
     width = max((n + c + 15) // 16 for n, c in zip(num_new, context, strict=True))
-    pool = KVPool(SMALL, width, 16, 4, "cpu", kv_dtype)
+    pool = KVPool(msgspec.structs.replace(SMALL, windows=(window,) * 4), width, 16, 4, "cpu", kv_dtype)
     tables = [[list(range(width))] * len(num_new)]
     batch = AttentionBatch.build(num_new, context, tables, 16, "cpu")
     query, key, value = (torch.randn(sum(num_new), heads, 16) for heads in (6, 2, 2))
@@ -90,13 +93,14 @@ def test_prompts_of_an_iteration_share_one_call_whatever_their_lengths(launched,
     assert flash.calls == [[513, 700, 2, 611]] and launched == []
 
 
-def test_prompts_attend_as_in_plain_torch_where_chunks_lie_between_them(launched, flash, monkeypatch):
-    found, query, key, value, batch = attend([5, 1, 30, 9, 4], [0, 7, 16, 0, 0])
+@pytest.mark.parametrize("window", [None, 3])
+def test_prompts_attend_as_in_plain_torch_where_chunks_lie_between_them(launched, flash, window, monkeypatch):
+    found, query, key, value, batch = attend([5, 1, 30, 9, 4], [0, 7, 16, 0, 0], window=window)
     assert flash.calls == [[5, 9, 4]] and launched == [("chunks", [2]), ("decodes", [1])]
     assert batch.prompt_rows.tolist() == [*range(5), *range(36, 49)]
     monkeypatch.setattr(torch_attention, "scaled_dot_product_attention", REAL_SDPA)
     expected = torch.empty_like(query)
-    torch_attention.attend_prompts(query, key, value, batch, expected)
+    torch_attention.attend_prompts(query, key, value, batch, expected, window=window)
     torch.testing.assert_close(found[batch.prompt_rows], expected[batch.prompt_rows])
 
 

@@ -5,8 +5,8 @@ from dataclasses import replace
 import msgspec
 import pytest
 import torch
+from runtime_small import GRAPHED, Warm
 
-from gpu_runtime.live import LiveOptions, load_decoder
 from gpu_runtime.model.decoder import Decoder
 from kvtwin.testing.engines import requests
 from kvtwin.testing.live import GROWING, ROWS, SMALL, check_tokens, serve, tight_limits
@@ -33,10 +33,14 @@ def limits_of(decoder, policy, **sizes):
     return replace(tight_limits(policy, **sizes), window=window)
 
 
+@pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("windows", [(9, None, 9, 9), (None, 6, 6, None), (5, 5, None, 5, None), (7, 7, 7, 7)], ids=str)
-def test_what_has_left_a_window_serves_others(windows):
-    """Groups of one layer and of two, with one left over, and without a full one; requests outgrow the pool."""
-    policy, decoder = POLICIES["vllm-v1"](async_scheduling=False), windowed(*windows)
+def test_what_has_left_a_window_serves_others(windows, ahead):
+    """Groups of one layer and of two, with one left over, and without a full one; requests outgrow the pool.
+
+    Scheduled ahead, the step under way still reads what the next one has left.
+    """
+    policy, decoder = POLICIES["vllm-v1"](async_scheduling=ahead), windowed(*windows)
     arrivals, preemptions = requests(*GROWING), 0
     for chunked in (False, True):
         served = serve(policy, arrivals, limits_of(decoder, policy, chunked=chunked, gpu=GPU_BLOCKS), decoder=decoder)
@@ -44,6 +48,13 @@ def test_what_has_left_a_window_serves_others(windows):
         assert len(check_tokens(served, arrivals)) == len(arrivals)
         preemptions += served.counters.preemptions
     assert preemptions
+
+
+def test_graphs_have_a_table_for_each_group():
+    """Captured once, they read blocks that move on and leave out those that are given back."""
+    policy, decoder, arrivals = POLICIES["vllm-v1"](async_scheduling=True), windowed(9, None, 9, 9), requests(*GROWING)
+    served = serve(policy, arrivals, limits_of(decoder, policy, gpu=GPU_BLOCKS), decoder=decoder, kind=Warm, **GRAPHED)
+    assert len(check_tokens(served, arrivals)) == len(arrivals)
 
 
 def test_the_window_is_what_makes_these_tokens():
@@ -55,7 +66,7 @@ def test_the_window_is_what_makes_these_tokens():
     assert both[0] != both[1]
 
 
-def test_memories_and_devices_that_keep_no_windows_are_refused(monkeypatch):
+def test_memories_that_keep_no_windows_are_refused():
     decoder = windowed(9, None, 9, 9)
     limit = limits_of(decoder, POLICIES["vllm-recompute"]())
     with pytest.raises(UserError, match="serve with --policy vllm-v1"):
@@ -67,10 +78,3 @@ def test_memories_and_devices_that_keep_no_windows_are_refused(monkeypatch):
             replace(limit, enable_prefix_caching=True),
             decoder=decoder,
         )
-    with pytest.raises(UserError, match="give --no-async-scheduling"):
-        serve(POLICIES["vllm-v1"](async_scheduling=True), requests(*ROWS), limit, decoder=decoder)
-    monkeypatch.setattr("gpu_runtime.live.check_device", lambda device: None)
-    monkeypatch.setattr("gpu_runtime.live.DecoderConfig.from_hf", lambda path: decoder.config)
-    monkeypatch.setattr("gpu_runtime.live.check_backend", lambda *_: None)
-    with pytest.raises(UserError, match="sliding windows are computed with --device cpu alone yet"):
-        load_decoder("a/config.json", "float32", LiveOptions("cuda"))

@@ -8,6 +8,9 @@ import msgspec
 import pytest
 import torch
 import triton
+import triton.language as tl
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 from runtime_small import SMALL, Runner
 from triton.runtime import interpreter
 from triton_compiles import LAYOUTS, SHAPES
@@ -80,10 +83,63 @@ def test_attention_of_decodes_and_chunks(shape, block_tokens, dtype, stored):
     arguments = (query.to(DEVICE), cache.to(DEVICE), tables.to(DEVICE), there)
     chunks = torch.zeros_like(arguments[0])
     triton_attention.attend_chunks(*arguments, there.chunk_seqs, chunks)
-    for splits in (1, 3):
+    for slots in (3, 5, 60):
         out = chunks.clone()
-        triton_attention.attend_decodes(*arguments, out, splits)
+        triton_attention.attend_decodes(*arguments, out, slots=slots)
         close(out, expected, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("window", [1, 16, 37, 500])
+def test_attention_within_a_window(window, dtype):
+    """Blocks that have left it are no more in the table (-1), which plain torch reads from behind."""
+    num_new, context = [1, 20, 1, 3, 30, 1], [150, 17, 0, 70, 0, 33]
+    config, pool, batch = make("gqa", 4, dtype, num_new, context)
+    for seq, cached in enumerate(context):
+        batch.block_tables[0, seq, : max(0, cached - window + 1) // 4] = -1
+    query = torch.randn(sum(num_new), config.num_heads, config.head_dim).to(dtype)
+    cache, tables = pool.key_value(1), batch.block_tables[0]
+    expected = torch_attention.paged_attention(query, cache, tables, batch, None, window)
+    there = on_device(batch)
+    arguments = (query.to(DEVICE), cache.to(DEVICE), tables.to(DEVICE), there)
+    out = torch.zeros_like(arguments[0])
+    triton_attention.attend_chunks(*arguments, there.chunk_seqs, out, window)
+    triton_attention.attend_decodes(*arguments, out, window, slots=20)
+    close(out, expected, dtype)
+
+
+@triton.jit
+def tell_parts(seqs, seq_lens, told, count, slots, WINDOW: tl.constexpr):
+    share = triton_attention._share(seqs, seq_lens, count, slots, 64, WINDOW, 4, 4)
+    place, part, parts = triton_attention._part(tl.program_id(0), share, seqs, seq_lens, count, 64, WINDOW, 4)
+    at = told + tl.program_id(0) * 4
+    tl.store(at, share)
+    tl.store(at + 1, place)
+    tl.store(at + 2, part)
+    tl.store(at + 3, parts)
+
+
+@given(
+    lengths=st.lists(st.one_of(st.integers(1, 400), st.integers(1, 20_000)), min_size=1, max_size=9),
+    more=st.integers(0, 30),
+    window=st.sampled_from([0, 300]),
+)
+@example(lengths=[32_768, *[100] * 7], more=16, window=0)
+@settings(max_examples=30 if INTERPRETED else 200, deadline=None)
+def test_parts_are_of_one_length_and_each_context_is_cut_into_them(lengths, more, window):
+    """A long context among short ones was one program's work where the others fill the GPU."""
+    count, slots = len(lengths), len(lengths) + more
+    seqs, seq_lens = (torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in (range(count), lengths))
+    told = torch.zeros((slots, 4), dtype=torch.int32, device=DEVICE)
+    tell_parts[(slots,)](seqs, seq_lens, told, count, slots, WINDOW=window)
+    tiles = [-(-n // 64) - (max(0, n - window) // 64 if window else 0) for n in lengths]
+    (share,) = set(told[:, 0].tolist())
+    assert share == max(4, -(-sum(tiles) // max(1, more)))
+    parts = [-(-n // share) for n in tiles]
+    expected = [(place, part, n) for place, n in enumerate(parts) for part in range(n)]
+    assert len(expected) <= slots
+    found = [tuple(row[1:]) for row in told.tolist()]
+    assert found[: len(expected)] == expected and all(n == 0 for _, _, n in found[len(expected) :])
 
 
 @pytest.mark.parametrize("stored", FLOAT8)
