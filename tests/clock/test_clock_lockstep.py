@@ -9,7 +9,7 @@ import pytest
 from sim.cost.model import ridge
 from sim.cost.profile import load_profile
 from sim.cost.roofline import RooflineCost
-from sim.cost.spread_experts import SpreadExpertsCost
+from sim.cost.spread_experts import KNOWN_TOKENS, SpreadExpertsCost
 from sim.errors import UserError
 from sim.options.policies import parse_policy
 from sim.options.scenario import Scenario, build_scenario
@@ -75,6 +75,13 @@ def test_whole_experts_by_hand_and_the_slowest_gpu():
     assert skewed.experts_s(tokens) > 1.05 * cost.experts_s(tokens)
     assert skewed.loads.chosen.sum() == pytest.approx(8)
     assert skewed.loads.chosen.max() <= 1
+
+
+def test_whole_experts_are_drawn_for_some_numbers_of_tokens_and_lie_on_straight_lines_between():
+    cost, (low, high) = cost_of(tp=4, expert_parallel=True), KNOWN_TOKENS[-6:-4]
+    at = (3 * low + high) // 4
+    share = (at - low) / (high - low)
+    assert cost.experts_s(at) == pytest.approx((1 - share) * cost.experts_s(low) + share * cost.experts_s(high))
 
 
 @pytest.mark.parametrize("policy", [AHEAD, SERIAL, "sglang"])

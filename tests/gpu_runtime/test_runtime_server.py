@@ -271,6 +271,10 @@ def test_a_failed_computation_ends_its_request_alone():
     asyncio.run(run())
 
 
+def test_before_the_first_iteration_nothing_is_counted():
+    assert not any(EngineState())
+
+
 def test_every_metric_is_on_its_line():
     metrics = Metrics()
     metrics.accepted, metrics.prompt_tokens, metrics.output_tokens = 10, 11, 12

@@ -9,10 +9,12 @@ import pytest
 from msgspec import UNSET
 from small_results import finished
 
+from sim.options.policies import parse_policy
 from sim.options.scenario import Scenario
-from sim.results.accuracy import LEAST, METRICS, Kind, Row, measured_rows, nearest_error
+from sim.results.accuracy import LEAST, METRICS, Kind, Row, kind_of, measured_rows, nearest_error
 from sim.results.report import accuracy_lines
 from sim.results.result import assemble
+from sim.run.prepare import prepare
 from sim.specs.hardware import built_in_hardware
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "validation"))
@@ -39,6 +41,23 @@ def test_the_factor_is_the_conformal_quantile_by_hand():
     assert error.factor == pytest.approx(exp(0.8))
     assert error.median_ratio == pytest.approx(exp(0.1))
     assert (error.rows, error.configurations) == (9, 9)
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind"),
+    [
+        ({"tp": 2}, HERE),
+        ({}, HERE._replace(parallelism="one GPU")),
+        ({"tp": 2, "quantization": "fp8"}, HERE._replace(weights="fp8")),
+        (
+            {"model": "qwen3-30b-a3b", "data_parallel_size": 2},
+            HERE._replace(layers="experts", parallelism="ranks"),
+        ),
+    ],
+)
+def test_a_run_is_like_rows_of_its_layers_weights_and_layout(changes, kind):
+    setup = prepare(replace(SERVER, **changes), *parse_policy("vllm-v1", {}))
+    assert kind_of(setup, 20.0) == kind
 
 
 def test_many_rows_of_one_configuration_weigh_as_one():

@@ -60,9 +60,10 @@ def write(tmp_path, field, change):
     return str(path)
 
 
-@pytest.mark.parametrize("value", [1.0, 1e10, 1e24])
-def test_a_users_own_file(tmp_path, value):
-    assert load_hardware(write(tmp_path, "memory_bytes", {"value": value})).memory_bytes == value
+@pytest.mark.parametrize("field", ["memory_bytes", "hbm_bytes_per_s"])
+@pytest.mark.parametrize("value", [1e6, 1e10, 1e16])
+def test_a_users_own_file(tmp_path, field, value):
+    assert getattr(load_hardware(write(tmp_path, field, {"value": value})), field) == value
 
 
 def test_a_gpu_without_a_name_is_refused(tmp_path):

@@ -262,10 +262,14 @@ def test_the_most_goodput_at_the_load_as_it_is(tmp_path):
     assert found.tuned.best.point == {"max_num_seqs": 4}
     assert found.table["value"].is_monotonic_decreasing
     assert "within the SLOs" in found.text and "of like traffic with 95 %, by 2 draws" in found.text
-    left, middle = found.figure().axes[:2]
+    left, middle, right = found.figure().axes
     assert [text.get_text() for text in left.get_yticklabels()] == ["1. max-num-seqs 4", "2. max-num-seqs 1"]
     numbers = {number for text in middle.texts for number in text.get_text().split(", ")}
     assert numbers == {"1", "2"}
+    legend = right.get_legend()
+    assert legend is not None
+    kinds = [patch.get_facecolor() for patch in legend.get_patches()]
+    assert kinds == [*dict.fromkeys(bar.get_facecolor() for bar in right.patches)]
 
 
 def test_that_nothing_meets_the_slos_is_said(tmp_path):

@@ -7,6 +7,8 @@ import pytest
 from sim.engine.predictor import BucketPredictor, NoPredictor, OraclePredictor
 from sim.errors import UserError
 from sim.options.policies import parse_policy
+from sim.options.scenario import Scenario
+from sim.run.prepare import prepare
 from sim.systems import POLICIES, policy_named, register
 from sim.systems.base import Asked
 
@@ -106,6 +108,14 @@ def test_limits_where_they_are_left_open(policy, asked, limits) -> None:
 def test_limits_that_a_system_cannot_have(policy, asked, words) -> None:
     with pytest.raises(UserError, match=re.escape(words)):
         POLICIES[policy]().engine_limits(Asked(**{"max_model_len": 5000} | asked))
+
+
+def test_sglangs_own_words_set_the_limits_of_every_system() -> None:
+    """Its pool is counted in tokens, and its pages are our blocks."""
+    words = "page-size=8,max-total-tokens=4003,max-running-requests=7,chunked-prefill-size=64"
+    setup = prepare(Scenario(workload="fixed"), *parse_policy(f"sglang:{words}", {}))
+    assert (setup.limits.block_size, setup.limits.num_gpu_blocks) == (8, 500)
+    assert (setup.limits.max_num_seqs, setup.limits.max_num_batched_tokens) == (7, 64)
 
 
 def test_policies_are_known_by_name_before_they_are_imported() -> None:
