@@ -32,6 +32,19 @@ def test_a_jump_saves_what_its_iterations_save(first_s, slope_s):
     assert jumped.saved_s == pytest.approx(stepped.saved_s, abs=1e-12)
 
 
+def test_short_answers_keep_their_tpot_beside_prompts():
+    """Of answers of 10 tokens a sixth was late: what many iterations had saved went to prompts within one answer."""
+    rng = np.random.default_rng(0)
+    times = np.cumsum(rng.exponential(0.01, 600))
+    arrivals = [
+        Request(i, float(at), int(rng.integers(50, 400)), int(rng.integers(8, 13))) for i, at in enumerate(times)
+    ]
+    limit = limits(gpu=2000, host=4000, seqs=256, tokens=2048, chunked=True)
+    goal = Goodput(ttft_s=3.0, tpot_s=0.05)
+    run = simulate(Adaptive(ttft_slo_ms=3000.0, tpot_slo_ms=50.0), arrivals, limit, goodput=goal, checked=False)
+    assert run.log.good >= 0.97 * len(arrivals)
+
+
 def test_prices_follow_what_iterations_took():
     """A machine that takes 1.2 times its price has that factor, whatever the plans; one that is right has exactly 1."""
     cost = linear_machine().cost

@@ -1,9 +1,9 @@
 """What iterations took, against what they were to take: `Pace` of the batch, `Correction` of prices, prompts `Beside`.
 
 Sequences that decode get their tokens in time if iterations last P on average, prompts included, whatever prices say.
-What one that was carried out left of P is saved, up to `MOST` times P; what it took beyond is owed. Prompts get what is
-saved and what the next decodes leave. Only the size of the next chunk rests on a price: where that is wrong, the time
-that the chunk took puts the next one right.
+What one that was carried out left of P is saved, up to `MOST` times P and no more than short answers can lose at once;
+what it took beyond is owed. Prompts get what is saved and what the next decodes leave. Only the size of the next chunk
+rests on a price: where that is wrong, the time that the chunk took puts the next one right.
 
 Which requests are to be kept does rest on prices. The first iteration after each arrival is priced again when it has
 been carried out; what the last of them took over what they cost is the factor by which all prices are wrong.
@@ -32,18 +32,22 @@ class Pace:
     def __init__(self) -> None:
         self.iteration_s = inf
         """What an iteration is to take (P); inf: there is no such time."""
+        self.most_s = inf
+        """What is saved at most."""
         self.saved_s = 0.0
         """What prompts may take beside what the next decodes leave of P; negative: owed."""
 
-    def keep(self, iteration_s: float) -> None:
-        """Iterations are to take so long from now on."""
+    def keep(self, iteration_s: float, most: float = MOST) -> None:
+        """Iterations are to take so long from now on; `most`: iterations' time that a sequence can lose, at once."""
         if iteration_s != self.iteration_s:
             self.iteration_s, self.saved_s = iteration_s, 0.0
+        self.most_s = min(MOST, most) * iteration_s
+        self.saved_s = min(self.saved_s, self.most_s)
 
     def rest(self) -> None:
         """No sequence waited for a token: nothing is owed."""
         if self.iteration_s != inf:
-            self.saved_s = MOST * self.iteration_s
+            self.saved_s = self.most_s
 
     def carried_out(self, begin_s: float, times: StepTimes, *, decodes: bool) -> None:
         """Iterations that began at `begin_s`; without `decodes` those that decode waited."""
@@ -59,7 +63,7 @@ class Pace:
                 self._save((end - begin) * (left_s - slope_s * (begin + end - 1) / 2))
 
     def _save(self, seconds: float) -> None:
-        self.saved_s = min(MOST * self.iteration_s, self.saved_s + seconds)
+        self.saved_s = min(self.most_s, self.saved_s + seconds)
 
 
 class Correction:

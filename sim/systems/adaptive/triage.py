@@ -2,7 +2,8 @@
 
 Requests are worth the same and cost differently, so goodput is greatest where the cheapest are served that fit the
 time. The price limit is the price (`RequestPrice`) at which the last arrivals, cheapest first, fill `FILL` of their
-span, and the room that is left: while an engine fills up, work waits there at no cost.
+span, and the room that is left: while an engine fills up, work waits there at no cost. So does work in the queue, until
+a third of TTFT is gone.
 
 - Hopeless: its first token is late, or will be; or the tokens expected of it no longer fit its TPOT.
 - Deferred: it costs more than the limit, and its prompt too much to be computed on the chance that there will be time;
@@ -59,9 +60,9 @@ EVERY = 20
 FILL = 0.92
 PACED_FILL = 0.8
 """The same where TPOT limits the batch: no request is parked there until there is time. Chosen by trials."""
-FILL_STEP, MISSED = 0.5, 0.03
+FILL_STEP, MISSED = 0.5, 0.02
 """What is filled falls by so much of the share, beyond `MISSED`, of those kept that could not start in time."""
-LEAST_FILL, MOST_FILL = 0.3, 1.1
+LEAST_FILL, MOST_FILL = 0.3, 1.5
 PROMPT_SHARE = 0.2
 """Of the price limit, that a prompt must cost for its request to be deferred before it has started."""
 CHANCE = 0.04
@@ -70,6 +71,8 @@ PREFILL_MARGIN = 1.3
 """A prompt must fit so many times before the first token's deadline."""
 PACE = 0.9
 """Of the TPOT, that an iteration is to take at most."""
+SHORT = 0.25
+"""Share of answers that are too short to lose what is saved of the pace at once."""
 FIRST_ITERATIONS = 2.0
 """That a first token waits for beside its prompt's own time: the one under way, and the one that computes it."""
 TOO_LATE = "rejected: its first token would come too late"
@@ -78,6 +81,7 @@ MOST_TPOTS = 8
 """Of those that arrivals ask for, that are compared."""
 QUIET_S = 10.0
 URGENT = 1 / 3
+"""Of the TTFT, that prompts may wait before they are urgent, and work before it is too much."""
 FOREVER_S = 1e12
 
 
@@ -319,7 +323,7 @@ class Triage(Order):
         self.tokens_per_iteration = sum(prompt_tokens) / max(iterations_by_room, iterations_by_time)
         work_s = [one_s + price.prompt_work_s(first_s) for one_s, first_s in zip(decodes_s, prompt_s, strict=True)]
         fill = self.fill * (PACED_FILL if is_limit else FILL)
-        self.price_limit_s = first_beyond(work_s, fill * span_s + self._room_s())
+        self.price_limit_s = first_beyond(work_s, fill * span_s + max(self._room_s(), self._queue_s()))
         prompts = [one_s for one_s, all_s in zip(prompt_s, work_s, strict=True) if all_s > self.price_limit_s]
         self.most_prompt_s = 0.0
         if not is_limit:
@@ -359,7 +363,10 @@ class Triage(Order):
         """Take prices as iterations that were carried out say; no pace is kept where weights alone take longer."""
         self.price.correct(self.correction.factor)
         pace_s = PACE * self.kept_tpot_s
-        self.pace.keep(pace_s if pace_s > self.price.step_s else inf)
+        # An answer of n tokens has a TPOT for each, and loses what that is longer than an iteration.
+        tokens = sorted(arrival.num_tokens for arrival in self._arrivals if arrival.kept)
+        most = (1.0 / PACE - 1.0) * tokens[int(SHORT * len(tokens))] if tokens else inf
+        self.pace.keep(pace_s if pace_s > self.price.step_s else inf, most)
 
     def _room_s(self) -> float:
         """Work of requests like those that decode that there is room for until it is full to `FILL`, s.
@@ -373,6 +380,12 @@ class Triage(Order):
         if full >= FILL or len(members) / self.most_decodes() >= full:
             return 0.0
         return (FILL / full - 1.0) * sum(map(self.remaining_s, members))
+
+    def _queue_s(self) -> float:
+        """Work that may wait beside what is kept and waits, so that no first token waits longer than it may, s."""
+        kept = list(self.kept())
+        may_wait_s = URGENT * min((self.ttft_of(seq.request) for seq in kept), default=self.ttft_slo_s)
+        return max(0.0, may_wait_s - sum([self._look(seq).work_s for seq in kept]))
 
     def put_back(self, seqs: list[Sequence]) -> None:
         for seq in seqs:
