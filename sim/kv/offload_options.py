@@ -1,45 +1,42 @@
 """Options of vLLM's OffloadingConnector: `--kv-offloading-size`, and the keys of its `kv_connector_extra_config`."""
 
 from dataclasses import dataclass
+from math import inf
 from typing import Literal
 
-from sim.errors import UserError
-from sim.parts.options import MOST_GIB, Only, option, vllm_option
+from sim.parts.options import MOST_GIB, CheckedOptions, Only, option, vllm_option
 
 GIB = 1 << 30
 OFFLOADS = Only("offloads", told="kv-offloading-size")
+MEASURED = (0.0, 1e9)
 PAGE_BYTES = 4096
 """A chunk on the host is rounded up to whole pages."""
 
 
 @dataclass(frozen=True)
-class OffloadOptions:
+class OffloadOptions(CheckedOptions):
     """What is offloaded to the host; nothing unless a size is given."""
 
     kv_offloading_size: float | None = vllm_option(
-        None, "GiB of host memory for KV blocks that leave the GPU, of all GPUs of the engine together"
+        None,
+        "GiB of host memory for KV blocks that leave the GPU, of all GPUs of the engine together",
+        within=(0.0, MOST_GIB),
     )
-    cpu_chunks: int | None = option(None, "chunks on the host, instead of sizing them from --kv-offloading-size")
-    blocks_per_chunk: int = option(1, "blocks that are stored and loaded together", only=OFFLOADS)
+    cpu_chunks: int | None = option(
+        None, "chunks on the host, instead of sizing them from --kv-offloading-size", within=(0, inf)
+    )
+    blocks_per_chunk: int = option(1, "blocks that are stored and loaded together", within=(1, inf), only=OFFLOADS)
     eviction_policy: Literal["lru", "arc"] = option("lru", "which chunks give way on the host", only=OFFLOADS)
-    store_threshold: int = option(0, "times a chunk must be offered before it is stored; 0 and 1: once", only=OFFLOADS)
+    store_threshold: int = option(
+        0, "times a chunk must be offered before it is stored; 0 and 1: once", within=(0, inf), only=OFFLOADS
+    )
     offload_outputs: bool = option(False, "store generated tokens as well as prompts", only=OFFLOADS)
     load_s_per_block: float | None = option(
-        None, "seconds to load a block, on a lane of its own (default: by the profile)", only=OFFLOADS
+        None, "seconds to load a block, on a lane of its own (default: by the profile)", within=MEASURED, only=OFFLOADS
     )
-    store_s_per_block: float | None = option(None, "seconds to store a block (default: by the profile)", only=OFFLOADS)
-
-    def __post_init__(self) -> None:
-        if self.kv_offloading_size is not None and self.kv_offloading_size > MOST_GIB:
-            raise UserError(f"kv-offloading-size: {self.kv_offloading_size} is more than {MOST_GIB:g} GiB; give less")
-        for name, least in (("kv_offloading_size", 0), ("cpu_chunks", 0), ("blocks_per_chunk", 1)):
-            value = getattr(self, name)
-            if value is not None and value < least:
-                raise UserError(f"{name.replace('_', '-')}: {value} is less than {least}; give {least} or more")
-        for name in ("store_threshold", "load_s_per_block", "store_s_per_block"):
-            value = getattr(self, name)
-            if value is not None and not 0 <= value < float("inf"):
-                raise UserError(f"{name.replace('_', '-')}: {value} is not a number of 0 or more")
+    store_s_per_block: float | None = option(
+        None, "seconds to store a block (default: by the profile)", within=MEASURED, only=OFFLOADS
+    )
 
     @property
     def offloads(self) -> bool:

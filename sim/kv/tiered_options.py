@@ -2,37 +2,34 @@
 
 from dataclasses import dataclass
 
-from sim.errors import UserError
-from sim.parts.options import MOST_GIB, Only, option
+from sim.parts.options import MOST_GIB, CheckedOptions, Only, option
 
 GIB = 1 << 30
 ON_DISK = Only("disk_space")
 
 
 @dataclass(frozen=True)
-class TieredOptions:
+class TieredOptions(CheckedOptions):
     """The disk below the host, and what looks ahead in the queue."""
 
-    disk_space: float = option(0.0, "GiB of disk for KV of ended turns, of all GPUs of the engine together; 0: none")
-    disk_read_gb_per_s: float = option(5.0, "bandwidth from the disk, GB/s", only=ON_DISK)
-    disk_write_gb_per_s: float = option(3.0, "bandwidth to the disk, GB/s", only=ON_DISK)
-    disk_latency_us: float = option(100.0, "time before each copy from or to the disk begins, us", only=ON_DISK)
-    disk_block_us: float = option(10.0, "time of each block of such a copy beside its bytes, us", only=ON_DISK)
+    disk_space: float = option(
+        0.0,
+        "GiB of disk for KV of ended turns, of all GPUs of the engine together; 0: none",
+        within=(0.0, MOST_GIB),
+    )
+    disk_read_gb_per_s: float = option(5.0, "bandwidth from the disk, GB/s", within=(1e-3, 1e6), only=ON_DISK)
+    disk_write_gb_per_s: float = option(3.0, "bandwidth to the disk, GB/s", within=(1e-3, 1e6), only=ON_DISK)
+    disk_latency_us: float = option(
+        100.0, "time before each copy from or to the disk begins, us", within=(0.0, 1e12), only=ON_DISK
+    )
+    disk_block_us: float = option(
+        10.0, "time of each block of such a copy beside its bytes, us", within=(0.0, 1e12), only=ON_DISK
+    )
     look_ahead: bool = option(
         True,
         "fetch from the disk what waiting requests will load, and keep it longer than what none waits for",
         only=ON_DISK,
     )
-
-    def __post_init__(self) -> None:
-        if not 0.0 <= self.disk_space <= MOST_GIB:
-            raise UserError(f"disk-space: {self.disk_space} is not between 0 and {MOST_GIB:g} GiB")
-        for name in ("disk_latency_us", "disk_block_us"):
-            if not 0.0 <= getattr(self, name) < float("inf"):
-                raise UserError(f"{name.replace('_', '-')}: {getattr(self, name)} is not a number of 0 or more")
-        for name in ("disk_read_gb_per_s", "disk_write_gb_per_s"):
-            if not 1e-3 <= getattr(self, name) <= 1e6:
-                raise UserError(f"{name.replace('_', '-')}: {getattr(self, name)} is not between 0.001 and 1e6 GB/s")
 
     def num_disk_blocks(self, block_bytes: float) -> int:
         """Blocks that the disk holds, which take `block_bytes` on all GPUs together."""
@@ -40,14 +37,11 @@ class TieredOptions:
 
 
 @dataclass(frozen=True)
-class RetentionOptions:
+class RetentionOptions(CheckedOptions):
     """When chunks are copied to the host."""
 
     swap_out_threshold: float = option(
         0.25,
         "chunks are copied to the host while fewer than this share of GPU blocks are free or copied already",
+        within=(0.0, 1.0),
     )
-
-    def __post_init__(self) -> None:
-        if not 0.0 <= self.swap_out_threshold <= 1.0:
-            raise UserError(f"swap-out-threshold: {self.swap_out_threshold} is not between 0 and 1")

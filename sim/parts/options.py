@@ -1,7 +1,8 @@
-"""`option`: a field of an options dataclass with the text that `--help` shows, and without what it does nothing."""
+"""`option`: a field of an options dataclass with the text that `--help` shows, and what is asked of its value."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import field, fields
+from functools import partial
 from typing import Any, NamedTuple
 
 from sim.errors import UserError
@@ -24,14 +25,46 @@ class Only:
         return given in self.values if self.values else bool(given)
 
 
-def option(default: Any, help_text: str, *, only: Only | None = None) -> Any:  # noqa: ANN401 - a dataclass default
-    """An option of a policy or a part."""
-    return field(default=default, metadata={"help": help_text, "metavar": None, "only": only})
+def option(
+    default: Any,  # noqa: ANN401 - a dataclass default
+    help_text: str,
+    *,
+    within: tuple[float, float] | None = None,
+    only: Only | None = None,
+    plain: bool = False,
+) -> Any:  # noqa: ANN401
+    """An option of a policy or a part.
+
+    `within`: its least and its most, which `CheckedOptions` refuses to leave. `plain`: its flag has no system's name.
+    """
+    about = {"help": help_text, "metavar": None, "within": within, "only": only, "plain": plain}
+    return field(default=default, metadata=about)
 
 
-def vllm_option(default: Any, help_text: str, *, only: Only | None = None) -> Any:  # noqa: ANN401 - a dataclass default
-    """An option that vLLM has, whose flag is spelled as vLLM spells it: without the system's name before it."""
-    return field(default=default, metadata={"help": help_text, "metavar": None, "plain": True, "only": only})
+vllm_option = partial(option, plain=True)
+"""An option that vLLM has: its flag is spelled as vLLM spells it."""
+
+
+def with_default(owner: type, name: str, default: Any) -> Any:  # noqa: ANN401 - a dataclass default
+    """The option of that name which `owner` has, with another default."""
+    return field(default=default, metadata=owner.__dataclass_fields__[name].metadata)
+
+
+class CheckedOptions:
+    """Options whose values are `within` their limits. A `__post_init__` of a class's own calls this one."""
+
+    name = ""
+    """Of the system that has them, where it is known."""
+
+    def __post_init__(self) -> None:
+        """UserError for a value that is not."""
+        for each in fields(self):  # pyright: ignore[reportArgumentType]
+            within, value = each.metadata.get("within"), getattr(self, each.name)
+            if within and value is not None and not within[0] <= value <= within[1]:
+                name = each.name.replace("_", "-")
+                owner = "--" if each.metadata["plain"] else f"{self.name} " if self.name else ""
+                limits = f"{within[0]:g} and {within[1]:g}"
+                raise UserError(f"{owner}{name}: {value} is not between {limits} ({each.metadata['help']})")
 
 
 class Conditional(NamedTuple):

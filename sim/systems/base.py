@@ -29,6 +29,15 @@ if TYPE_CHECKING:
     from sim.engine.itl import GapCollector
     from sim.engine.scheduler import Parts, Scheduler
 
+VLLM055 = {
+    "order": "fcfs",
+    "batching": "vllm",
+    "admission": "watermark",
+    "memory": "paged",
+    "eviction": "recompute",
+    "stage": "direct",
+}
+"""Composition of vLLM 0.5.5, of which many systems replace a part or two."""
 MIN_BATCHED_TOKENS = 2048
 CHUNKED_BATCHED_TOKENS = 512
 """vLLM 0.5.5's token budgets: max(max_model_len, 2048), with chunked prefill 512."""
@@ -196,24 +205,24 @@ def default_budget(batching: str, max_model_len: int, *, chunked: bool) -> int:
     return CHUNKED_BATCHED_TOKENS if chunked else max(max_model_len, MIN_BATCHED_TOKENS)
 
 
-def whole_prompt_limits(policy: Policy, asked: Asked) -> EngineLimits:
-    """Limits of systems that never split a prompt: a budget that any prompt fits."""
+def whole_prompt_limits(self: Policy, asked: Asked) -> EngineLimits:
+    """`engine_limits` of systems that never split a prompt: a budget that any prompt fits."""
     if asked.enable_chunked_prefill:
-        raise UserError(f"--enable-chunked-prefill: {policy.name} computes prompts whole; leave it out")
-    default = default_budget(policy.names["batching"], asked.max_model_len, chunked=False)
+        raise UserError(f"--enable-chunked-prefill: {self.name} computes prompts whole; leave it out")
+    default = default_budget(self.names["batching"], asked.max_model_len, chunked=False)
     tokens = asked.max_num_batched_tokens or default
     if tokens < asked.max_model_len:
         raise UserError(
             f"--max-num-batched-tokens: {tokens} is less than the context length {asked.max_model_len}; raise it or "
             "lower --max-model-len"
         )
-    return EngineLimits(asked.max_num_seqs or policy.default_max_num_seqs, tokens, False).checked()
+    return EngineLimits(asked.max_num_seqs or self.default_max_num_seqs, tokens, False).checked()
 
 
-def chunked_limits(policy: Policy, asked: Asked) -> EngineLimits:
-    """Limits of systems that split every prompt."""
+def chunked_limits(self: Policy, asked: Asked) -> EngineLimits:
+    """`engine_limits` of systems that split every prompt."""
     if asked.enable_chunked_prefill is False:
-        raise UserError(f"--no-enable-chunked-prefill: {policy.name} splits prompts; leave it out")
-    tokens = asked.max_num_batched_tokens or default_budget(policy.names["batching"], asked.max_model_len, chunked=True)
-    seqs = asked.max_num_seqs or min(policy.default_max_num_seqs, tokens)
+        raise UserError(f"--no-enable-chunked-prefill: {self.name} splits prompts; leave it out")
+    tokens = asked.max_num_batched_tokens or default_budget(self.names["batching"], asked.max_model_len, chunked=True)
+    seqs = asked.max_num_seqs or min(self.default_max_num_seqs, tokens)
     return EngineLimits(seqs, tokens, True).checked()

@@ -23,8 +23,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from sim.kv.tiered_options import TieredOptions
-from sim.parts.options import option
-from sim.systems.base import Asked, EngineLimits, Policy
+from sim.parts.options import with_default
+from sim.systems.base import VLLM055, Policy
 from sim.systems.vllm055 import vllm055_limits
 
 
@@ -32,22 +32,13 @@ from sim.systems.vllm055 import vllm055_limits
 class CachedAttention(TieredOptions, Policy):
     """Sessions whose KV waits on the host or a disk for the next turn."""
 
-    disk_space: float = option(
-        9313.0, "GiB of disk for KV of ended turns, of all GPUs of the engine together (the paper's 10 TB); 0: none"
-    )
+    # The paper's 10 TB.
+    disk_space: float = with_default(TieredOptions, "disk_space", 9313.0)
 
     name: ClassVar[str] = "cachedattention"
     summary: ClassVar[str] = "CachedAttention: KV of ended turns on host and disk, loaded layer by layer by the next"
     default_swap_space_gib: ClassVar[float] = 128.0
     default_prefix_caching: ClassVar[bool] = True
-    composition: ClassVar[dict[str, str]] = {
-        "order": "fcfs",
-        "batching": "vllm",
-        "admission": "watermark",
-        "memory": "tiered",
-        "eviction": "recompute",
-        "stage": "direct",
-    }
+    composition: ClassVar[dict[str, str]] = {**VLLM055, "memory": "tiered"}
 
-    def engine_limits(self, asked: Asked) -> EngineLimits:
-        return vllm055_limits(self, asked)
+    engine_limits = vllm055_limits

@@ -19,7 +19,7 @@ Assumed:
 from dataclasses import dataclass
 from typing import ClassVar
 
-from sim.systems.base import Asked, EngineLimits, Policy
+from sim.systems.base import VLLM055, Policy
 from sim.systems.vllm055 import vllm055_limits
 
 
@@ -32,14 +32,6 @@ class ChunkAttention(Policy):
     default_prefix_caching: ClassVar[bool] = True
     default_block_size: ClassVar[int] = 64
     default_max_num_seqs: ClassVar[int] = 32
-    composition: ClassVar[dict[str, str]] = {
-        "order": "fcfs",
-        "batching": "vllm",
-        "admission": "watermark",
-        "memory": "chunks",
-        "eviction": "recompute",
-        "stage": "direct",
-    }
+    composition: ClassVar[dict[str, str]] = {**VLLM055, "memory": "chunks"}
 
-    def engine_limits(self, asked: Asked) -> EngineLimits:
-        return vllm055_limits(self, asked)
+    engine_limits = vllm055_limits

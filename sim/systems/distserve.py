@@ -21,27 +21,19 @@ modelled: the placement search.
 from dataclasses import dataclass
 from typing import ClassVar
 
-from sim.parts.options import option
+from sim.parts.options import with_default
 from sim.parts.stage.hand_over_options import HandOverOptions
-from sim.systems.base import Asked, EngineLimits, Policy, whole_prompt_limits
+from sim.systems.base import VLLM055, Policy, whole_prompt_limits
 
 
 @dataclass(frozen=True)
 class DistServe(HandOverOptions, Policy):
     """Prefill and decode on engines of their own."""
 
-    blocking_pull: bool = option(True, "a decode engine computes nothing while it pulls")
+    blocking_pull: bool = with_default(HandOverOptions, "blocking_pull", True)
 
     name: ClassVar[str] = "distserve"
     summary: ClassVar[str] = "DistServe: prefill and decode pools, KV pulled over a link"
-    composition: ClassVar[dict[str, str]] = {
-        "order": "fcfs",
-        "batching": "vllm",
-        "admission": "memory",
-        "memory": "paged",
-        "eviction": "swap",
-        "stage": "hand-over",
-    }
+    composition: ClassVar[dict[str, str]] = {**VLLM055, "admission": "memory", "eviction": "swap", "stage": "hand-over"}
 
-    def engine_limits(self, asked: Asked) -> EngineLimits:
-        return whole_prompt_limits(self, asked)
+    engine_limits = whole_prompt_limits

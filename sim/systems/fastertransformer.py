@@ -9,7 +9,7 @@ computation. Batches form from what waits, without a timer.
 from dataclasses import dataclass
 from typing import ClassVar
 
-from sim.systems.base import Asked, EngineLimits, Policy, whole_prompt_limits
+from sim.systems.base import VLLM055, Policy, whole_prompt_limits
 
 
 @dataclass(frozen=True)
@@ -19,13 +19,10 @@ class FasterTransformer(Policy):
     name: ClassVar[str] = "fastertransformer"
     summary: ClassVar[str] = "FasterTransformer: request-level batches, memory reserved for the longest context"
     composition: ClassVar[dict[str, str]] = {
-        "order": "fcfs",
+        **VLLM055,
         "batching": "request-level",
         "admission": "memory",
         "memory": "reserved",
-        "eviction": "recompute",
-        "stage": "direct",
     }
 
-    def engine_limits(self, asked: Asked) -> EngineLimits:
-        return whole_prompt_limits(self, asked)
+    engine_limits = whole_prompt_limits

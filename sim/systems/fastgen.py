@@ -11,7 +11,7 @@ preempts the tail, which is computed again.
 from dataclasses import dataclass
 from typing import ClassVar
 
-from sim.systems.base import Asked, EngineLimits, Policy, chunked_limits
+from sim.systems.base import VLLM055, Policy, chunked_limits
 
 
 @dataclass(frozen=True)
@@ -21,14 +21,6 @@ class FastGen(Policy):
     name: ClassVar[str] = "fastgen"
     summary: ClassVar[str] = "DeepSpeed-FastGen: Dynamic SplitFuse, forward passes of one size"
     default_max_num_seqs: ClassVar[int] = 512
-    composition: ClassVar[dict[str, str]] = {
-        "order": "fcfs",
-        "batching": "fastgen",
-        "admission": "watermark",
-        "memory": "paged",
-        "eviction": "recompute",
-        "stage": "direct",
-    }
+    composition: ClassVar[dict[str, str]] = {**VLLM055, "batching": "fastgen"}
 
-    def engine_limits(self, asked: Asked) -> EngineLimits:
-        return chunked_limits(self, asked)
+    engine_limits = chunked_limits

@@ -11,7 +11,7 @@ Assumed: the token budget bounds an iteration's prompts, not its decodes. This i
 from dataclasses import dataclass
 from typing import ClassVar
 
-from sim.systems.base import Asked, EngineLimits, Policy, whole_prompt_limits
+from sim.systems.base import VLLM055, Policy, whole_prompt_limits
 
 
 @dataclass(frozen=True)
@@ -21,13 +21,10 @@ class Orca(Policy):
     name: ClassVar[str] = "orca"
     summary: ClassVar[str] = "Orca: iteration-level scheduling, memory reserved for the longest context"
     composition: ClassVar[dict[str, str]] = {
-        "order": "fcfs",
+        **VLLM055,
         "batching": "iteration-level",
         "admission": "memory",
         "memory": "reserved",
-        "eviction": "recompute",
-        "stage": "direct",
     }
 
-    def engine_limits(self, asked: Asked) -> EngineLimits:
-        return whole_prompt_limits(self, asked)
+    engine_limits = whole_prompt_limits

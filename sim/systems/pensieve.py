@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from sim.kv.tiered_options import RetentionOptions
-from sim.systems.base import Asked, EngineLimits, Policy, whole_prompt_limits
+from sim.systems.base import VLLM055, Policy, whole_prompt_limits
 
 
 @dataclass(frozen=True)
@@ -33,13 +33,10 @@ class Pensieve(RetentionOptions, Policy):
     default_block_size: ClassVar[int] = 32
     default_prefix_caching: ClassVar[bool] = True
     composition: ClassVar[dict[str, str]] = {
-        "order": "fcfs",
+        **VLLM055,
         "batching": "iteration-level",
         "admission": "memory",
         "memory": "retained",
-        "eviction": "recompute",
-        "stage": "direct",
     }
 
-    def engine_limits(self, asked: Asked) -> EngineLimits:
-        return whole_prompt_limits(self, asked)
+    engine_limits = whole_prompt_limits

@@ -9,7 +9,7 @@ what finds no block preempts the tail, which is computed again.
 from dataclasses import dataclass
 from typing import ClassVar
 
-from sim.systems.base import Asked, EngineLimits, Policy, chunked_limits
+from sim.systems.base import VLLM055, Policy, chunked_limits
 
 
 @dataclass(frozen=True)
@@ -18,14 +18,6 @@ class Sarathi(Policy):
 
     name: ClassVar[str] = "sarathi"
     summary: ClassVar[str] = "Sarathi-Serve: stall-free batches, decodes first, one prompt in chunks"
-    composition: ClassVar[dict[str, str]] = {
-        "order": "fcfs",
-        "batching": "sarathi",
-        "admission": "watermark",
-        "memory": "paged",
-        "eviction": "recompute",
-        "stage": "direct",
-    }
+    composition: ClassVar[dict[str, str]] = {**VLLM055, "batching": "sarathi"}
 
-    def engine_limits(self, asked: Asked) -> EngineLimits:
-        return chunked_limits(self, asked)
+    engine_limits = chunked_limits

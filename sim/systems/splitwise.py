@@ -21,8 +21,8 @@ splitwise-sim knows. Not modelled: whole transfers of short prompts.
 from dataclasses import dataclass
 from typing import ClassVar
 
-from sim.parts.options import option
-from sim.parts.stage.hand_over_options import MixedPoolOptions
+from sim.parts.options import with_default
+from sim.parts.stage.hand_over_options import HandOverOptions, MixedPoolOptions
 from sim.systems.distserve import DistServe
 
 
@@ -30,14 +30,9 @@ from sim.systems.distserve import DistServe
 class Splitwise(MixedPoolOptions, DistServe):
     """Prompts and tokens on machines of their own, KV sent layer by layer."""
 
-    waiting_share: float = option(
-        1.0, "a decode engine pulls while sequences that do not decode yet hold less than this share of its blocks"
-    )
-    layer_wise: bool = option(
-        True, "copy each layer's KV while later layers of the prompt are computed, if the decode engine has room"
-    )
-
-    blocking_pull: bool = option(False, "a decode engine computes nothing while it pulls")
+    waiting_share: float = with_default(HandOverOptions, "waiting_share", 1.0)
+    layer_wise: bool = with_default(HandOverOptions, "layer_wise", True)
+    blocking_pull: bool = with_default(HandOverOptions, "blocking_pull", False)
 
     name: ClassVar[str] = "splitwise"
     summary: ClassVar[str] = "Splitwise: prompt and token pools, KV sent layer by layer"
@@ -46,7 +41,3 @@ class Splitwise(MixedPoolOptions, DistServe):
         "admission": "watermark",
         "eviction": "recompute",
     }
-
-    def __post_init__(self) -> None:
-        MixedPoolOptions.__post_init__(self)
-        DistServe.__post_init__(self)

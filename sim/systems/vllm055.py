@@ -12,16 +12,16 @@ from typing import ClassVar
 
 from sim.errors import UserError
 from sim.parts.catalogue import BATCHINGS
-from sim.systems.base import Asked, EngineLimits, Policy, default_budget
+from sim.systems.base import VLLM055, Asked, EngineLimits, Policy, default_budget
 
 LONG_CONTEXT = 32_768
 """Above this context length chunked prefill is on unless told otherwise."""
 
 
-def vllm055_limits(policy: Policy, asked: Asked) -> EngineLimits:
-    """Limits as vLLM 0.5.5 sets and refuses them: max(max_model_len, 2048) tokens, 512 with chunked prefill."""
+def vllm055_limits(self: Policy, asked: Asked) -> EngineLimits:
+    """`engine_limits` as vLLM 0.5.5 sets and refuses them: max(max_model_len, 2048) tokens, or 512 in chunks."""
     warnings: list[str] = []
-    length, batching = asked.max_model_len, policy.names["batching"]
+    length, batching = asked.max_model_len, self.names["batching"]
     kind = BATCHINGS[batching]
     splits = None if kind.has_choice else kind.splits_prompts
     chunked = asked.enable_chunked_prefill if splits is None else splits
@@ -40,7 +40,7 @@ def vllm055_limits(policy: Policy, asked: Asked) -> EngineLimits:
             f"--max-num-batched-tokens: {tokens} is less than the context length {length}; raise it, lower "
             "--max-model-len or give --enable-chunked-prefill"
         )
-    return EngineLimits(asked.max_num_seqs or policy.default_max_num_seqs, tokens, chunked, tuple(warnings)).checked()
+    return EngineLimits(asked.max_num_seqs or self.default_max_num_seqs, tokens, chunked, tuple(warnings)).checked()
 
 
 @dataclass(frozen=True)
@@ -49,17 +49,9 @@ class VllmRecompute(Policy):
 
     name: ClassVar[str] = "vllm-recompute"
     summary: ClassVar[str] = "vLLM 0.5.5, preemption by recomputation (its default)"
-    composition: ClassVar[dict[str, str]] = {
-        "order": "fcfs",
-        "batching": "vllm",
-        "admission": "watermark",
-        "memory": "paged",
-        "eviction": "recompute",
-        "stage": "direct",
-    }
+    composition: ClassVar[dict[str, str]] = VLLM055
 
-    def engine_limits(self, asked: Asked) -> EngineLimits:
-        return vllm055_limits(self, asked)
+    engine_limits = vllm055_limits
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from sim.errors import UserError
 from sim.kv.offload_options import OffloadOptions
 from sim.parts.batching.unified_options import VllmV1Options
 from sim.parts.stage.speculative_options import SpeculativeOptions
-from sim.systems.base import Asked, EngineLimits, Policy
+from sim.systems.base import VLLM055, Asked, EngineLimits, Policy
 
 GIB = 1 << 30
 
@@ -30,19 +30,7 @@ class VllmV1(SpeculativeOptions, OffloadOptions, VllmV1Options, Policy):
     summary: ClassVar[str] = "vLLM v1 as of 0.33: unified batches, prefix caching, preemption by recomputation"
     default_prefix_caching: ClassVar[bool] = True
     num_null_blocks: ClassVar[int] = 1
-    composition: ClassVar[dict[str, str]] = {
-        "order": "fcfs",
-        "batching": "unified",
-        "admission": "memory",
-        "memory": "paged",
-        "eviction": "recompute",
-        "stage": "direct",
-    }
-
-    def __post_init__(self) -> None:
-        VllmV1Options.__post_init__(self)
-        OffloadOptions.__post_init__(self)
-        SpeculativeOptions.__post_init__(self)
+    composition: ClassVar[dict[str, str]] = {**VLLM055, "batching": "unified", "admission": "memory"}
 
     @property
     def names(self) -> dict[str, str]:

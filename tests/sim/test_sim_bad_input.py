@@ -97,8 +97,8 @@ def test_an_impossible_value_is_refused(tmp_path, capsys, flag):
         ("layerkv:decode=later", ["decode: 'later' is not promote or stream"]),
         ("layerkv:predictor=bucket,predictor-accuracy=2", ["layerkv predictor-accuracy: 2.0 is not between 0 and 1"]),
         ("layerkv:predictor-accuracy=0.5", ["predictor-accuracy=0.5 does nothing without predictor=bucket"]),
-        ("vllm-v1:kv-offloading-size=inf", ["kv-offloading-size: inf is more than 1e+09 GiB; give less"]),
-        ("cachedattention:disk-space=1e308", ["disk-space: 1e+308 is not between 0 and 1e+09 GiB"]),
+        ("vllm-v1:kv-offloading-size=inf", ["--kv-offloading-size: inf is not between 0 and 1e+09 (GiB of"]),
+        ("cachedattention:disk-space=1e308", ["cachedattention disk-space: 1e+308 is not between 0 and 1e+09 (GiB"]),
         ("vllm-swap:slo-aware=true", ["'slo_aware' is no option of vllm-swap", "its options: none"]),
     ],
 )

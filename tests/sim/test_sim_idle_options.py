@@ -95,8 +95,8 @@ def test_host_blocks_are_said_once():
         (with_(request_rate=float("inf"), burstiness=2.0), "vllm-v1", "--burstiness: shapes arrivals, and with"),
         (with_(gpu="v100", quantization="fp8"), "vllm-v1", "--gpu v100: vLLM has no kernels for FP8 weights"),
         (SMALL, "cachedattention:disk-space=1,disk-read-gb-per-s=1e23", "disk-read-gb-per-s: 1e+23 is not between"),
-        (with_(**POOLS), "splitwise:waiting-share=2", "waiting-share: 2.0 is not in (0, 1]; 1.0 is its default"),
-        (with_(**POOLS), "distserve:waiting-share=2", "waiting-share: 2.0 is not in (0, 1]; 0.05 is its default"),
+        (with_(**POOLS), "splitwise:waiting-share=2", "splitwise waiting-share: 2.0 is not between 1e-09 and 1"),
+        (with_(**POOLS), "distserve:waiting-share=2", "distserve waiting-share: 2.0 is not between 1e-09 and 1"),
         (with_(**POOLS, prefill_pipeline_parallel_size=3), "distserve", "--prefill-pipeline-parallel-size: 3"),
     ],
 )  # fmt: skip

@@ -2,11 +2,11 @@
 
 from dataclasses import dataclass
 
-from sim.parts.options import vllm_option
+from sim.parts.options import CheckedOptions, vllm_option
 
 
 @dataclass(frozen=True)
-class AsyncScheduling:
+class AsyncScheduling(CheckedOptions):
     """Of `SchedulerConfig` in vLLM 0.33: whether steps are scheduled ahead."""
 
     async_scheduling: bool | None = vllm_option(

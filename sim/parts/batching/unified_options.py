@@ -1,9 +1,9 @@
 """Options of vLLM v1's scheduler, by vLLM's own names."""
 
 from dataclasses import dataclass
+from math import inf
 from typing import Literal
 
-from sim.errors import UserError
 from sim.parts.batching.async_scheduling import AsyncScheduling
 from sim.parts.options import Only, vllm_option
 
@@ -16,19 +16,17 @@ class VllmV1Options(AsyncScheduling):
         "fcfs",
         "what comes next, what is preempted: by arrival, or by the trace's priority column (lower is more urgent)",
     )
-    long_prefill_token_threshold: int = vllm_option(0, "most tokens of one prompt in an iteration; 0: no such limit")
+    long_prefill_token_threshold: int = vllm_option(
+        0, "most tokens of one prompt in an iteration; 0: no such limit", within=(0, inf)
+    )
     long_prefill_token_threshold_adaptive: bool = vllm_option(
         False,
         "raise that limit to an equal share of the budget where few requests are there",
         only=Only("long_prefill_token_threshold"),
     )
-    watermark: float = vllm_option(0.0, "share of the GPU's blocks kept free when a prompt is admitted beside others")
+    watermark: float = vllm_option(
+        0.0, "share of the GPU's blocks kept free when a prompt is admitted beside others", within=(0.0, 1 - 1e-9)
+    )
     scheduler_reserve_full_isl: bool = vllm_option(
         True, "admit a prompt only where all of it fits, not only its first chunk"
     )
-
-    def __post_init__(self) -> None:
-        if self.long_prefill_token_threshold < 0:
-            raise UserError(f"--long-prefill-token-threshold: {self.long_prefill_token_threshold} is negative")
-        if not 0.0 <= self.watermark < 1.0:
-            raise UserError(f"--watermark: {self.watermark} is not in [0, 1)")

@@ -1,17 +1,19 @@
 """Options of the stage `hand-over`: DistServe's, and of any mix that hands over."""
 
 from dataclasses import dataclass
+from math import inf
 
-from sim.errors import UserError
-from sim.parts.options import Only, option
+from sim.parts.options import CheckedOptions, Only, option
 
 
 @dataclass(frozen=True)
-class HandOverOptions:
+class HandOverOptions(CheckedOptions):
     """When a decode engine pulls, and how KV travels."""
 
     waiting_share: float = option(
-        0.05, "a decode engine pulls while sequences that do not decode yet hold less than this share of its blocks"
+        0.05,
+        "a decode engine pulls while sequences that do not decode yet hold less than this share of its blocks",
+        within=(1e-9, 1.0),
     )
 
     layer_wise: bool = option(
@@ -20,18 +22,9 @@ class HandOverOptions:
 
     blocking_pull: bool = option(False, "a decode engine computes nothing while it pulls")
 
-    @property
-    def usual_share(self) -> float:
-        """The default of `waiting_share`, which systems have of their own."""
-        return type(self).__dataclass_fields__["waiting_share"].default
-
-    def __post_init__(self) -> None:
-        if not 0.0 < self.waiting_share <= 1.0:
-            raise UserError(f"waiting-share: {self.waiting_share} is not in (0, 1]; {self.usual_share} is its default")
-
 
 @dataclass(frozen=True)
-class MixedPoolOptions:
+class MixedPoolOptions(CheckedOptions):
     """Whether engines of either pool take on the other's work (Splitwise)."""
 
     mixed_pool: bool = option(
@@ -41,9 +34,6 @@ class MixedPoolOptions:
     max_pending_tokens: int = option(
         8192,
         "prompt tokens that may wait at an engine before another pool is asked (mixed-pool)",
+        within=(1, inf),
         only=Only("mixed_pool"),
     )
-
-    def __post_init__(self) -> None:
-        if self.max_pending_tokens < 1:
-            raise UserError(f"max-pending-tokens: {self.max_pending_tokens} must be 1 or more; splitwise-sim's is 8192")

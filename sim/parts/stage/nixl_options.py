@@ -1,19 +1,17 @@
 """Options of the stage `nixl`."""
 
 from dataclasses import dataclass
+from math import inf
 
-from sim.errors import UserError
-from sim.parts.options import option
+from sim.parts.options import CheckedOptions, option
 
 
 @dataclass(frozen=True)
-class NixlOptions:
+class NixlOptions(CheckedOptions):
     """Which prompts are prefilled where they decode."""
 
     local_prefill_tokens: int = option(
-        0, "prompts with at most so many tokens that the engine that decodes has not cached are prefilled there"
+        0,
+        "prompts with at most so many tokens that the engine that decodes has not cached are prefilled there",
+        within=(0, inf),
     )
-
-    def __post_init__(self) -> None:
-        if self.local_prefill_tokens < 0:
-            raise UserError(f"local-prefill-tokens: {self.local_prefill_tokens} must be 0 or more; 0 sends all prompts")

@@ -4,14 +4,14 @@ from dataclasses import dataclass
 from typing import Literal
 
 from sim.errors import UserError
-from sim.parts.options import Only, option, vllm_option
+from sim.parts.options import CheckedOptions, Only, option, vllm_option
 
 MOST_DRAFTED = 64
 DRAFTS = Only("spec_method")
 
 
 @dataclass(frozen=True)
-class SpeculativeOptions:
+class SpeculativeOptions(CheckedOptions):
     """What drafts tokens, how many, and which of them are accepted. Nothing is drafted unless a method is given."""
 
     spec_method: Literal["ngram", "draft_model", "eagle", "eagle3", "mtp"] | None = vllm_option(
@@ -29,10 +29,14 @@ class SpeculativeOptions:
         only=DRAFTS,
     )
     acceptance_rate: float | None = option(
-        None, "chance that a drafted token is accepted where those before it are, at any place", only=DRAFTS
+        None,
+        "chance that a drafted token is accepted where those before it are, at any place",
+        within=(0.0, 1.0),
+        only=DRAFTS,
     )
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.spec_method is None:
             return
         if self.spec_tokens is None or not 1 <= self.spec_tokens <= MOST_DRAFTED:
@@ -51,8 +55,6 @@ class SpeculativeOptions:
                 "acceptance-rate and synthetic-acceptance-rates: give one of them; what is accepted is drawn, not "
                 "computed (acceptance-rate=0.7, say)"
             )
-        if self.acceptance_rate is not None and not 0.0 <= self.acceptance_rate <= 1.0:
-            raise UserError(f"acceptance-rate: {self.acceptance_rate} is not between 0 and 1")
         self.chances()
 
     def chances(self) -> tuple[float, ...]:

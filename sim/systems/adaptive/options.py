@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from sim.engine.predictor import ACCURACY, LengthPredictor, build_predictor
-from sim.errors import UserError
 from sim.parts.batching.async_scheduling import AsyncScheduling
 from sim.parts.options import Only, option
 
@@ -18,10 +17,17 @@ class AdaptiveOptions(AsyncScheduling):
 
     keeps_own_slos: ClassVar[bool] = True
     """Each request's, where the trace has them."""
-    ttft_slo_ms: float | None = option(None, f"TTFT to meet, ms (default: that of --goodput, else {TTFT_MS:g})")
-    tpot_slo_ms: float | None = option(None, f"TPOT to meet, ms (default: that of --goodput, else {TPOT_MS:g})")
+    ttft_slo_ms: float | None = option(
+        None, f"TTFT to meet, ms (default: that of --goodput, else {TTFT_MS:g})", within=(1e-3, 1e9)
+    )
+    tpot_slo_ms: float | None = option(
+        None, f"TPOT to meet, ms (default: that of --goodput, else {TPOT_MS:g})", within=(1e-3, 1e9)
+    )
     patience_s: float = option(
-        0.0, "what has waited so long is served whatever it costs, s; 0: nothing is", only=Only("late", "wait")
+        0.0,
+        "what has waited so long is served whatever it costs, s; 0: nothing is",
+        within=(0.0, 1e9),
+        only=Only("late", "wait"),
     )
     late: Literal["wait", "refuse"] = option(
         "wait", "what cannot have its first token in time waits for the time that is left, or is turned away (refuse)"
@@ -33,18 +39,11 @@ class AdaptiveOptions(AsyncScheduling):
         "bucket", "output lengths are known, predicted by class with predictor-accuracy, or unknown"
     )
     predictor_accuracy: float = option(
-        ACCURACY, "probability that the predictor names the right class", only=Only("predictor", "bucket")
+        ACCURACY,
+        "probability that the predictor names the right class",
+        within=(0.0, 1.0),
+        only=Only("predictor", "bucket"),
     )
-
-    def __post_init__(self) -> None:
-        for name, value, low, high in (
-            ("ttft-slo-ms", TTFT_MS if self.ttft_slo_ms is None else self.ttft_slo_ms, 1e-3, 1e9),
-            ("tpot-slo-ms", TPOT_MS if self.tpot_slo_ms is None else self.tpot_slo_ms, 1e-3, 1e9),
-            ("patience-s", self.patience_s, 0.0, 1e9),
-            ("predictor-accuracy", self.predictor_accuracy, 0.0, 1.0),
-        ):
-            if not low <= value <= high:
-                raise UserError(f"adaptive {name}: {value} is not between {low:g} and {high:g}")
 
     @property
     def ttft_slo_s(self) -> float:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from sim.parts.batching.async_scheduling import AsyncScheduling
-from sim.systems.base import Asked, EngineLimits, Policy, chunked_limits
+from sim.systems.base import Policy, chunked_limits
 
 
 @dataclass(frozen=True)
@@ -39,5 +39,4 @@ class BatchLLM(AsyncScheduling, Policy):
         "stage": "direct",
     }
 
-    def engine_limits(self, asked: Asked) -> EngineLimits:
-        return chunked_limits(self, asked)
+    engine_limits = chunked_limits

@@ -5,41 +5,47 @@ from typing import TYPE_CHECKING, Literal
 
 from sim.engine.limits import Deployment
 from sim.errors import UserError
-from sim.parts.options import Only, option
+from sim.parts.options import CheckedOptions, Only, option
 
 if TYPE_CHECKING:
     from sim.systems.ellm.equations import StepCosts
 
 
 @dataclass(frozen=True)
-class TokenWiseOptions:
+class TokenWiseOptions(CheckedOptions):
     """What the choice of batch size and uncached ratio, the blocks and the kernels can be told."""
 
-    tpot_slo_ms: float = option(200.0, "TPOT that the choice of batch size and uncached ratio keeps to (Eq. 1), ms")
+    tpot_slo_ms: float = option(
+        200.0, "TPOT that the choice of batch size and uncached ratio keeps to (Eq. 1), ms", within=(1e-3, 1e9)
+    )
     equations: Literal["corrected", "paper"] = option("corrected", "Eq. 2-9 corrected, or as printed")
     layer_order: Literal["interleaved", "contiguous"] = option(
         "interleaved",
         "layers that compute uncached KV again: between copied ones, as in the paper, or the first, as a device can",
     )
-    layers_per_block: int = option(4, "layers in a block (F)")
+    layers_per_block: int = option(4, "layers in a block (F)", within=(1, 1000))
     fused: bool = option(True, "compute uncached KV again in the kernels that decode, not before them")
     overlapped: bool = option(True, "copy uncached KV in beside the kernels, not after them")
-    threads: int = option(1024, "threads a block, split between fused kernels in warps of 32", only=Only("fused"))
-    map_lookup_us: float = option(15.0, "one access of the map table (section 6.7), for each layer group and step, us")
-    least_uncached_ratio: float = option(0.0, "share of all tokens that is uncached in any case, for study")
-    most_uncached_ratio: float = option(1.0, "share that may be, for study: else the last to start computes again")
+    threads: int = option(
+        1024, "threads a block, split between fused kernels in warps of 32", within=(64, 1 << 20), only=Only("fused")
+    )
+    map_lookup_us: float = option(
+        15.0, "one access of the map table (section 6.7), for each layer group and step, us", within=(0.0, 1e9)
+    )
+    least_uncached_ratio: float = option(
+        0.0, "share of all tokens that is uncached in any case, for study", within=(0.0, 1.0)
+    )
+    most_uncached_ratio: float = option(
+        1.0, "share that may be, for study: else the last to start computes again", within=(0.0, 1.0)
+    )
 
     def __post_init__(self) -> None:
-        for name, value, low, high in (
-            ("tpot-slo-ms", self.tpot_slo_ms, 1e-3, 1e9),
-            ("layers-per-block", self.layers_per_block, 1, 1_000),
-            ("threads", self.threads, 64, 1 << 20),
-            ("map-lookup-us", self.map_lookup_us, 0.0, 1e9),
-            ("least-uncached-ratio", self.least_uncached_ratio, 0.0, 1.0),
-            ("most-uncached-ratio", self.most_uncached_ratio, self.least_uncached_ratio, 1.0),
-        ):
-            if not low <= value <= high:
-                raise UserError(f"ellm {name}: {value} is not between {low:g} and {high:g}")
+        super().__post_init__()
+        if self.most_uncached_ratio < self.least_uncached_ratio:
+            raise UserError(
+                f"ellm most-uncached-ratio: {self.most_uncached_ratio} is less than least-uncached-ratio "
+                f"{self.least_uncached_ratio}"
+            )
         if self.threads % 32:
             raise UserError(f"ellm threads: {self.threads} is not a multiple of 32, a warp")
 

@@ -22,7 +22,7 @@ What the paper leaves open, and what is done here:
 from dataclasses import dataclass
 from typing import ClassVar
 
-from sim.systems.base import Asked, EngineLimits, Policy, whole_prompt_limits
+from sim.systems.base import VLLM055, Policy, whole_prompt_limits
 from sim.systems.ellm.options import TokenWiseOptions
 
 
@@ -34,14 +34,6 @@ class Ellm(TokenWiseOptions, Policy):
     summary: ClassVar[str] = "eLLM: a share of all tokens uncached, rebuilt in every decode step"
     # 40 GB for one GPU, 160 for four.
     default_swap_space_gib: ClassVar[float] = 37.25
-    composition: ClassVar[dict[str, str]] = {
-        "order": "fcfs",
-        "batching": "vllm",
-        "admission": "token-wise",
-        "memory": "token-wise",
-        "eviction": "recompute",
-        "stage": "direct",
-    }
+    composition: ClassVar[dict[str, str]] = {**VLLM055, "admission": "token-wise", "memory": "token-wise"}
 
-    def engine_limits(self, asked: Asked) -> EngineLimits:
-        return whole_prompt_limits(self, asked)
+    engine_limits = whole_prompt_limits

@@ -29,7 +29,7 @@ Not modelled:
 from dataclasses import dataclass
 from typing import ClassVar
 
-from sim.systems.base import Asked, EngineLimits, Policy, whole_prompt_limits
+from sim.systems.base import Policy, whole_prompt_limits
 from sim.systems.fastserve.options import MlfqOptions
 
 
@@ -50,5 +50,4 @@ class FastServe(MlfqOptions, Policy):
         "stage": "direct",
     }
 
-    def engine_limits(self, asked: Asked) -> EngineLimits:
-        return whole_prompt_limits(self, asked)
+    engine_limits = whole_prompt_limits

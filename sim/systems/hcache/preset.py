@@ -18,7 +18,7 @@ memory (`--swap-space`), no SSD; each GPU of a group reads whole hidden states. 
 from dataclasses import dataclass
 from typing import ClassVar
 
-from sim.systems.base import Asked, EngineLimits, Policy
+from sim.systems.base import VLLM055, Policy
 from sim.systems.hcache.options import StatesOptions
 from sim.systems.vllm055 import vllm055_limits
 
@@ -30,14 +30,7 @@ class HCache(StatesOptions, Policy):
     name: ClassVar[str] = "hcache"
     summary: ClassVar[str] = "HCache: hidden states on the host, KV restored from them"
     default_swap_space_gib: ClassVar[float] = 128.0
-    composition: ClassVar[dict[str, str]] = {
-        "order": "fcfs",
-        "batching": "vllm",
-        "admission": "watermark",
-        "memory": "saved-states",
-        "eviction": "swap",
-        "stage": "direct",
-    }
+    composition: ClassVar[dict[str, str]] = {**VLLM055, "memory": "saved-states", "eviction": "swap"}
 
     @property
     def names(self) -> dict[str, str]:
@@ -45,5 +38,4 @@ class HCache(StatesOptions, Policy):
         turns = {"memory": "tiered-states", "eviction": "recompute"} if self.keeps == "turns" else {}
         return {**self.composition, **turns, **dict(self.mixed)}
 
-    def engine_limits(self, asked: Asked) -> EngineLimits:
-        return vllm055_limits(self, asked)
+    engine_limits = vllm055_limits

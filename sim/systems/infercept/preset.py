@@ -11,7 +11,7 @@ next iteration. A sequence that comes back and finds no blocks waits for them wh
 from dataclasses import dataclass
 from typing import ClassVar
 
-from sim.systems.base import Asked, EngineLimits, Policy, chunked_limits
+from sim.systems.base import VLLM055, Policy, chunked_limits
 from sim.systems.infercept.options import InferCeptOptions
 
 
@@ -22,14 +22,6 @@ class InferCept(InferCeptOptions, Policy):
     name: ClassVar[str] = "infercept"
     summary: ClassVar[str] = "InferCept: KV of requests that call a tool preserved, discarded or swapped by least waste"
     default_swap_space_gib: ClassVar[float] = 64.0
-    composition: ClassVar[dict[str, str]] = {
-        "order": "fcfs",
-        "batching": "fastgen",
-        "admission": "watermark",
-        "memory": "paged",
-        "eviction": "recompute",
-        "stage": "min-waste",
-    }
+    composition: ClassVar[dict[str, str]] = {**VLLM055, "batching": "fastgen", "stage": "min-waste"}
 
-    def engine_limits(self, asked: Asked) -> EngineLimits:
-        return chunked_limits(self, asked)
+    engine_limits = chunked_limits

@@ -12,7 +12,7 @@ before while it computes; host memory (`--swap-space`) holds KV and inputs; the 
 from dataclasses import dataclass
 from typing import ClassVar
 
-from sim.systems.base import Asked, EngineLimits, Policy
+from sim.systems.base import VLLM055, Policy
 from sim.systems.kvpr.options import PartialRecomputeOptions
 from sim.systems.vllm055 import vllm055_limits
 
@@ -25,13 +25,10 @@ class Kvpr(PartialRecomputeOptions, Policy):
     summary: ClassVar[str] = "KVPR: KV on the host, a part recomputed while the rest arrives"
     default_swap_space_gib: ClassVar[float] = 256.0
     composition: ClassVar[dict[str, str]] = {
-        "order": "fcfs",
-        "batching": "vllm",
-        "admission": "watermark",
+        **VLLM055,
         "memory": "hosted-layers",
         "eviction": "layer-offload",
         "stage": "partial-recompute",
     }
 
-    def engine_limits(self, asked: Asked) -> EngineLimits:
-        return vllm055_limits(self, asked)
+    engine_limits = vllm055_limits

@@ -6,28 +6,27 @@ from typing import TYPE_CHECKING, Literal, Self
 
 from sim.engine.limits import Deployment
 from sim.engine.predictor import ACCURACY, LengthPredictor, build_predictor
-from sim.errors import UserError
 from sim.parts.admission.watermark import WATERMARK
-from sim.parts.options import Only, option
+from sim.parts.options import CheckedOptions, Only, option
 
 if TYPE_CHECKING:
     from sim.systems.builder import Builder
 
-MAX_HORIZON_STEPS = 10_000
-
 
 @dataclass(frozen=True)
-class LayerKVOptions:
+class LayerKVOptions(CheckedOptions):
     """What slack admission, layer-blocks, forecast and the stages between prefill and decode can be told."""
 
     slo_aware: bool = option(True, "admit prefills only within the TPOT slack of decodes (Algorithm 1)")
-    tpot_slo_ms: float = option(200.0, "TPOT that Algorithm 1 defends, ms", only=Only("slo_aware"))
+    tpot_slo_ms: float = option(200.0, "TPOT that Algorithm 1 defends, ms", within=(1e-3, 1e9), only=Only("slo_aware"))
     decode: Literal["promote", "stream"] = option(
         "promote", "sequences with layers on the host wait and copy them back once, or stream them every step"
     )
     equations: Literal["corrected", "paper"] = option("corrected", "Eq. 3-5 corrected, or as printed")
-    horizon_steps: int = option(8, "iterations that the Eq. 5 forecast looks ahead")
-    threshold: float = option(WATERMARK, "share of the GPU's layer-blocks under which the forecast offloads")
+    horizon_steps: int = option(8, "iterations that the Eq. 5 forecast looks ahead", within=(1, 10_000))
+    threshold: float = option(
+        WATERMARK, "share of the GPU's layer-blocks under which the forecast offloads", within=(0.0, 1.0)
+    )
     drop_irrecoverable: bool = option(
         True, "leave requests that can no longer meet their TPOT out of Eq. 2", only=Only("slo_aware")
     )
@@ -35,18 +34,11 @@ class LayerKVOptions:
         "oracle", "output lengths are known, predicted by class with predictor-accuracy, or unknown"
     )
     predictor_accuracy: float = option(
-        ACCURACY, "probability that the predictor names the right class", only=Only("predictor", "bucket")
+        ACCURACY,
+        "probability that the predictor names the right class",
+        within=(0.0, 1.0),
+        only=Only("predictor", "bucket"),
     )
-
-    def __post_init__(self) -> None:
-        for name, value, low, high in (
-            ("tpot-slo-ms", self.tpot_slo_ms, 1e-3, 1e9),
-            ("horizon-steps", self.horizon_steps, 1, MAX_HORIZON_STEPS),
-            ("threshold", self.threshold, 0.0, 1.0),
-            ("predictor-accuracy", self.predictor_accuracy, 0.0, 1.0),
-        ):
-            if not low <= value <= high:
-                raise UserError(f"layerkv {name}: {value} is not between {low:g} and {high:g}")
 
     def length_predictor(self, seed: int) -> LengthPredictor:
         """What slack and forecast are to know of output lengths."""

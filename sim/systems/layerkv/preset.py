@@ -22,7 +22,7 @@ What the paper leaves open, and what is done here:
 from dataclasses import dataclass
 from typing import ClassVar
 
-from sim.systems.base import Asked, EngineLimits, Policy
+from sim.systems.base import Policy
 from sim.systems.layerkv.options import LayerKVOptions
 from sim.systems.vllm055 import vllm055_limits
 
@@ -50,5 +50,4 @@ class LayerKV(LayerKVOptions, Policy):
         own = {**self.composition, "stage": self.decode, "admission": "slack" if self.slo_aware else "watermark"}
         return own | dict(self.mixed)
 
-    def engine_limits(self, asked: Asked) -> EngineLimits:
-        return vllm055_limits(self, asked)
+    engine_limits = vllm055_limits

@@ -18,7 +18,8 @@ modelled: the pool's host memory, and prefixes sent from one prefill engine to a
 from dataclasses import dataclass
 from typing import ClassVar
 
-from sim.parts.options import option
+from sim.parts.options import with_default
+from sim.parts.stage.hand_over_options import HandOverOptions
 from sim.systems.distserve import DistServe
 from sim.systems.memserve.options import MemPoolOptions
 
@@ -27,10 +28,8 @@ from sim.systems.memserve.options import MemPoolOptions
 class MemServe(MemPoolOptions, DistServe):
     """Disaggregated pools with caches on both sides."""
 
-    waiting_share: float = option(
-        1.0, "a decode engine pulls while sequences that do not decode yet hold less than this share of its blocks"
-    )
-    blocking_pull: bool = option(False, "a decode engine computes nothing while it pulls")
+    waiting_share: float = with_default(HandOverOptions, "waiting_share", 1.0)
+    blocking_pull: bool = with_default(HandOverOptions, "blocking_pull", False)
 
     name: ClassVar[str] = "memserve"
     summary: ClassVar[str] = "MemServe: prefill and decode pools, prefix caches on both sides, prompts routed to theirs"

@@ -18,7 +18,8 @@ arrival (it is the least loaded when the prefill ends).
 from dataclasses import dataclass
 from typing import ClassVar
 
-from sim.parts.options import option
+from sim.parts.options import with_default
+from sim.parts.stage.hand_over_options import HandOverOptions
 from sim.systems.distserve import DistServe
 from sim.systems.mooncake.options import ConductorOptions
 
@@ -27,13 +28,9 @@ from sim.systems.mooncake.options import ConductorOptions
 class Mooncake(ConductorOptions, DistServe):
     """Disaggregated pools around a global store of KV."""
 
-    waiting_share: float = option(
-        1.0, "a decode engine pulls while sequences that do not decode yet hold less than this share of its blocks"
-    )
-    layer_wise: bool = option(
-        True, "copy each layer's KV while later layers of the prompt are computed, if the decode engine has room"
-    )
-    blocking_pull: bool = option(False, "a decode engine computes nothing while it pulls")
+    waiting_share: float = with_default(HandOverOptions, "waiting_share", 1.0)
+    layer_wise: bool = with_default(HandOverOptions, "layer_wise", True)
+    blocking_pull: bool = with_default(HandOverOptions, "blocking_pull", False)
 
     name: ClassVar[str] = "mooncake"
     summary: ClassVar[str] = "Mooncake: prefill and decode pools around a global KV store, early rejection"
@@ -44,7 +41,3 @@ class Mooncake(ConductorOptions, DistServe):
         "eviction": "recompute",
     }
     default_swap_space_gib: ClassVar[float] = 1 << 20
-
-    def __post_init__(self) -> None:
-        ConductorOptions.__post_init__(self)
-        DistServe.__post_init__(self)

@@ -20,7 +20,7 @@ Assumed:
 from dataclasses import dataclass
 from typing import ClassVar
 
-from sim.systems.base import Asked, EngineLimits, Policy, chunked_limits
+from sim.systems.base import Policy, chunked_limits
 from sim.systems.radix.options import RadixOptions
 
 
@@ -50,5 +50,4 @@ class Radix(RadixOptions, Policy):
     def own_engine_profile(self) -> str:
         return "sglang-0.3"
 
-    def engine_limits(self, asked: Asked) -> EngineLimits:
-        return chunked_limits(self, asked)
+    engine_limits = chunked_limits

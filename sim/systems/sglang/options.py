@@ -4,30 +4,46 @@ from dataclasses import dataclass
 from typing import Literal
 
 from sim.errors import UserError
-from sim.parts.options import Only, option
+from sim.parts.options import CheckedOptions, Only, option
 
 PRIORITIES = Only("enable_priority_scheduling")
 HICACHE = Only("enable_hierarchical_cache")
+MOST_TOKENS = 1 << 40
+"""And most of other numbers."""
 
 
 @dataclass(frozen=True)
-class SglangOptions:
+class SglangOptions(CheckedOptions):
     """What is batched, in what order, what is cached and where; defaults are SGLang's."""
 
     schedule_policy: Literal["fcfs", "lpm", "dfs-weight", "lof"] = option(
         "fcfs", "what comes first: arrivals, the longest cached prefix, the heaviest branch, the longest output"
     )
-    schedule_conservativeness: float = option(1.0, "multiplies the share of what runs that is kept room for")
-    chunked_prefill_size: int = option(0, "prompt tokens of a step; -1: prompts whole; 0: SGLang's, by the GPU")
-    max_prefill_tokens: int = option(16384, "prompt tokens of a step beyond which no further request is looked at")
-    prefill_max_requests: int = option(0, "requests that a step prefills at most; 0: any number")
+    schedule_conservativeness: float = option(
+        1.0, "multiplies the share of what runs that is kept room for", within=(0.0, 1e6)
+    )
+    chunked_prefill_size: int = option(
+        0, "prompt tokens of a step; -1: prompts whole; 0: SGLang's, by the GPU", within=(-1, MOST_TOKENS)
+    )
+    max_prefill_tokens: int = option(
+        16384, "prompt tokens of a step beyond which no further request is looked at", within=(1, MOST_TOKENS)
+    )
+    prefill_max_requests: int = option(
+        0, "requests that a step prefills at most; 0: any number", within=(0, MOST_TOKENS)
+    )
     enable_mixed_chunk: bool = option(False, "decode in the steps that prefill, too")
     disable_overlap_schedule: bool = option(False, "schedule a step when the one before it has ended")
-    max_running_requests: int = option(0, "requests that run at most; 0: --max-num-seqs, or 2048")
-    max_total_tokens: int = option(0, "tokens of the GPU's pool; 0: as many as there is memory for")
-    page_size: int = option(0, "tokens of a page; 0: --block-size, or 1")
+    max_running_requests: int = option(
+        0, "requests that run at most; 0: --max-num-seqs, or 2048", within=(0, MOST_TOKENS)
+    )
+    max_total_tokens: int = option(
+        0, "tokens of the GPU's pool; 0: as many as there is memory for", within=(0, MOST_TOKENS)
+    )
+    page_size: int = option(0, "tokens of a page; 0: --block-size, or 1", within=(0, 1 << 20))
     disable_radix_cache: bool = option(False, "cache no prefixes")
-    max_new_tokens: int = option(0, "tokens that requests ask for, and may stop before; 0: what they generate")
+    max_new_tokens: int = option(
+        0, "tokens that requests ask for, and may stop before; 0: what they generate", within=(0, MOST_TOKENS)
+    )
     ignore_eos: bool = option(False, "requests never stop before: all that they ask for is kept room for")
     enable_priority_scheduling: bool = option(False, "the trace's priorities order the queue and preempt")
     disable_priority_preemption: bool = option(False, "they order the queue alone", only=PRIORITIES)
@@ -35,7 +51,7 @@ class SglangOptions:
         False, "small numbers are urgent, not large ones", only=PRIORITIES
     )
     priority_scheduling_preemption_threshold: int = option(
-        10, "difference beyond which priorities preempt", only=PRIORITIES
+        10, "difference beyond which priorities preempt", within=(0, MOST_TOKENS), only=PRIORITIES
     )
     retraction_policy: Literal["length", "priority"] = option(
         "length", "which decode is retracted first: that with the fewest tokens, or of those the least urgent"
@@ -44,26 +60,13 @@ class SglangOptions:
         "lru", "which leaf of the tree goes first"
     )
     enable_hierarchical_cache: bool = option(False, "HiCache: the host keeps what leaves the GPU")
-    hicache_ratio: float = option(2.0, "the host's pool, in sizes of the GPU's", only=HICACHE)
+    hicache_ratio: float = option(2.0, "the host's pool, in sizes of the GPU's", within=(0.0, 1e6), only=HICACHE)
     hicache_write_policy: Literal["write_through", "write_through_selective", "write_back"] = option(
         "write_through", "when a node of the tree is copied to the host", only=HICACHE
     )
 
     def __post_init__(self) -> None:
-        for name, value, least, most in (
-            ("schedule-conservativeness", self.schedule_conservativeness, 0.0, 1e6),
-            ("chunked-prefill-size", self.chunked_prefill_size, -1, 1 << 40),
-            ("max-prefill-tokens", self.max_prefill_tokens, 1, 1 << 40),
-            ("prefill-max-requests", self.prefill_max_requests, 0, 1 << 40),
-            ("max-running-requests", self.max_running_requests, 0, 1 << 40),
-            ("max-total-tokens", self.max_total_tokens, 0, 1 << 40),
-            ("page-size", self.page_size, 0, 1 << 20),
-            ("max-new-tokens", self.max_new_tokens, 0, 1 << 40),
-            ("priority-scheduling-preemption-threshold", self.priority_scheduling_preemption_threshold, 0, 1 << 40),
-            ("hicache-ratio", self.hicache_ratio, 0.0, 1e6),
-        ):
-            if not least <= value <= most:
-                raise UserError(f"sglang {name}: {value} is not between {least:g} and {most:g}")
+        super().__post_init__()
         if self.enable_priority_scheduling and self.schedule_policy not in ("fcfs", "lof"):
             raise UserError(
                 "sglang enable-priority-scheduling: goes with schedule-policy fcfs or lof, not "
