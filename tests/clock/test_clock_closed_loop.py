@@ -3,9 +3,9 @@
 import json
 
 import pytest
+from clock_small import FLAT
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_clock_pools import FLAT
 
 import kvtwin
 from gpu_runtime.instance import LiveInstance

@@ -4,15 +4,14 @@ from dataclasses import replace
 from random import Random
 
 import pytest
+from clock_small import FLAT, GAPS_S, assert_whole, jumped_and_stepped
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_clock_pools import FLAT, assert_whole
 
 from kvtwin.testing import limits, linear_machine, requests, simulate
-from kvtwin.testing.clusters import ClusterOutcome, simulate_replicas
+from kvtwin.testing.clusters import simulate_replicas
 from kvtwin.testing.conformance import TOLERANCE_S, hosts_of, limits_of
 from sim.clock.closed_loop import ClosedLoop
-from sim.engine.sequence import Status
 from sim.errors import UserError
 from sim.options.policies import parse_policy
 from sim.systems import POLICIES as PRESET_NAMES
@@ -36,12 +35,7 @@ POLICIES = ["vllm-recompute", "vllm-swap", "layerkv", "layerkv:decode=stream", "
 POLICIES += ["vllm-v1:cpu-chunks=20,blocks-per-chunk=2,offload-outputs=true", "vllm-v1:async-scheduling=true"]
 POLICIES += ["vllm-v1:async-scheduling=true,cpu-chunks=20,offload-outputs=true,store-s-per-block=0.01"]
 ROWS = st.lists(
-    st.tuples(
-        st.sampled_from(["", "a", "b", "c"]),
-        st.sampled_from([0.0, 0.0, 0.001, 0.02, 0.1, 0.5]),
-        st.integers(1, 150),
-        st.integers(1, 40),
-    ),
+    st.tuples(st.sampled_from(["", "a", "b", "c"]), GAPS_S, st.integers(1, 150), st.integers(1, 40)),
     min_size=1,
     max_size=30,
 )
@@ -59,19 +53,6 @@ def prefix_ids(session: str, number: int, prompt: int) -> tuple[int, ...]:
     """Blocks of 16 tokens: four that all prompts of a session begin with, then the prompt's own."""
     shared, own = 1000 * (ord(session) if session else 0), 1_000_000 + 1000 * number
     return tuple((shared if session and i < 4 else own) + i for i in range(-(-prompt // 16)))
-
-
-def assert_equal(one: ClusterOutcome, other: ClusterOutcome) -> None:
-    assert one.places() == other.places()
-    there = other.by_id()
-    for key, seq in one.by_id().items():
-        assert seq.status is there[key].status
-        assert seq.first_token_s == pytest.approx(there[key].first_token_s, abs=TOLERANCE_S)
-        assert seq.finish_s == pytest.approx(there[key].finish_s, abs=TOLERANCE_S)
-    for a, b in zip(one.members, other.members, strict=True):
-        assert a.iterations == b.iterations
-        assert a.engine.scheduler.counters == b.engine.scheduler.counters
-        assert a.lanes.compute.busy_s == pytest.approx(b.lanes.compute.busy_s, abs=1e-6)
 
 
 def test_a_request_goes_to_the_engine_with_fewest_in_flight_when_it_arrives():
@@ -294,9 +275,9 @@ def test_every_preset_serves_beside_its_like_and_shares_prefixes(policy, rows, g
     kind, arrivals = parse_policy(policy, {})[1], drawn(rows)
     limit = limits_of(kind, limits(gpu, 30, max_model_len=256), 8, None)
     limit = replace(limit, enable_prefix_caching=cached and kind.can_cache_prefixes)
-    one, other = (simulate_replicas([kind] * 3, RoundRobin(), arrivals, limit, jump=jump) for jump in (True, False))
-    assert_whole(one, arrivals, cut=True)
-    assert_equal(one, other)
+    one, _ = jumped_and_stepped(
+        lambda source, jump: simulate_replicas([kind] * 3, RoundRobin(), source, limit, jump=jump), arrivals, cut=True
+    )
     for place in range(3):
         for key, seq in simulate(kind, arrivals[place::3], limit).by_id().items():
             found = one.by_id()[key]
@@ -322,18 +303,10 @@ def test_jumping_changes_nothing_and_nobody_is_lost(name, policy, rows, replicas
     kind, arrivals, limit = parse_policy(policy, {})[1], drawn(rows), limits(gpu, 30, max_model_len=256)
     limit = replace(limit, enable_prefix_caching=name == "prefix-affinity" and kind.can_cache_prefixes)
     machine = linear_machine(limit.block_bytes, host=data.draw(st.sampled_from(hosts_of(kind))))
-    one, other = (
-        simulate_replicas(
-            [kind] * replicas,
-            ROUTERS[name](7),
-            ClosedLoop(arrivals, most) if most else arrivals,
-            limit,
-            machine=machine,
-            jump=jump,
-        )
-        for jump in (True, False)
+    jumped_and_stepped(
+        lambda source, jump: simulate_replicas(
+            [kind] * replicas, ROUTERS[name](7), source, limit, machine=machine, jump=jump
+        ),
+        arrivals,
+        most,
     )
-    assert_whole(one, arrivals)
-    assert_whole(other, arrivals)
-    assert_equal(one, other)
-    assert {seq.status for seq, _ in one.ended} <= {Status.FINISHED, Status.IGNORED}

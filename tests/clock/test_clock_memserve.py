@@ -3,12 +3,12 @@
 from dataclasses import replace
 
 import pytest
+from clock_small import FLAT, assert_whole, jumped_and_stepped
 from hypothesis import HealthCheck, given, settings
-from test_clock_pools import FLAT, assert_whole
 
 from kvtwin.testing import limits, linear_machine
 from kvtwin.testing.clusters import ClusterOutcome, simulate_pools
-from kvtwin.testing.conformance import TOLERANCE_S, Workload
+from kvtwin.testing.conformance import Workload
 from kvtwin.testing.conversations import conversations
 from sim.options.policies import parse_policy
 from sim.systems.memserve.preset import MemServe
@@ -118,19 +118,12 @@ def test_nobody_is_lost_and_jumps_change_nothing(text):
     @given(workload=conversations(policy))
     def over(workload: Workload):
         limit = replace(workload.limits, enable_prefix_caching=True, num_cpu_blocks=0)
-        jumped, stepped = (
-            simulate_pools(
-                policy, workload.arrivals, limit, prefill=2, decode=2, bytes_per_s=300.0, machine=workload.machine,
-                jump=jump,
-            )
-            for jump in (True, False)
-        )  # fmt: skip
-        assert_whole(jumped, workload.arrivals)
-        for key, seq in jumped.by_id().items():
-            other = stepped.by_id()[key]
-            assert seq.status is other.status
-            assert seq.finish_s == pytest.approx(other.finish_s, abs=TOLERANCE_S)
-            assert seq.num_cached_tokens == other.num_cached_tokens
+        jumped_and_stepped(
+            lambda source, jump: simulate_pools(
+                policy, source, limit, prefill=2, decode=2, bytes_per_s=300.0, machine=workload.machine, jump=jump
+            ),
+            workload.arrivals,
+        )
 
     over()
 

@@ -3,13 +3,12 @@
 from random import Random
 
 import pytest
+from clock_small import FLAT, ROWS, assert_whole, drawn, jumped_and_stepped
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_clock_pools import FLAT, assert_whole
 
 from kvtwin.testing import limits, linear_machine, requests
 from kvtwin.testing.clusters import simulate_pools
-from sim.clock.closed_loop import ClosedLoop
 from sim.errors import UserError
 from sim.options.policies import parse_policy
 from sim.systems.splitwise import Splitwise
@@ -86,24 +85,14 @@ def test_machines_full_of_what_each_is_to_have_of_the_other_take_it_back(seed):
         limits(rng.randint(10, 24), 0, max_model_len=256, seqs=rng.choice([1, 3, 256]), tokens=512) for _ in range(2)
     )
     prefill, decode, speed = rng.randint(1, 3), rng.randint(1, 3), rng.choice([10.0, 300.0, 1e9])
-    one, other = (
-        simulate_pools(
-            policy, requests(*rows), limit, prefill=prefill, decode=decode, decode_limit=decode_limit,
-            bytes_per_s=speed, jump=jump,
-        )
-        for jump in (True, False)
+    one, _ = jumped_and_stepped(
+        lambda source, jump: simulate_pools(
+            policy, source, limit, prefill=prefill, decode=decode, decode_limit=decode_limit, bytes_per_s=speed,
+            jump=jump,
+        ),
+        requests(*rows),
     )  # fmt: skip
-    assert_whole(one, requests(*rows))
     assert sum(member.engine.scheduler.counters.policy["taken_back"] for member in one.members)
-    for key, seq in one.by_id().items():
-        assert seq.finish_s == pytest.approx(other.by_id()[key].finish_s, abs=1e-7)
-
-
-ROWS = st.lists(
-    st.tuples(st.sampled_from([0.0, 0.0, 0.001, 0.02, 0.1, 0.5]), st.integers(1, 150), st.integers(1, 40)),
-    min_size=1,
-    max_size=25,
-)
 
 
 @pytest.mark.parametrize("pending", [1, 60, 400])
@@ -121,28 +110,17 @@ ROWS = st.lists(
 def test_jumping_changes_nothing_and_nobody_is_lost(
     pending, rows, pools, blocks, seats, speed, layer_wise, blocking, most
 ):
-    at_s, found = 0.0, []
-    for gap_s, prompt, output in rows:
-        at_s += gap_s
-        found.append((at_s, prompt, output))
-    arrivals = requests(*found)
+    arrivals = drawn(rows)
     policy = Splitwise(mixed_pool=True, max_pending_tokens=pending, layer_wise=layer_wise, blocking_pull=blocking)
     limit, decode_limit = (limits(count, 0, max_model_len=256, seqs=seats, tokens=512) for count in blocks)
-    one, other = (
-        simulate_pools(
-            policy, ClosedLoop(arrivals, most) if most else arrivals, limit, prefill=pools[0], decode=pools[1],
-            decode_limit=decode_limit, bytes_per_s=speed, jump=jump,
-        )
-        for jump in (True, False)
+    jumped_and_stepped(
+        lambda source, jump: simulate_pools(
+            policy, source, limit, prefill=pools[0], decode=pools[1], decode_limit=decode_limit, bytes_per_s=speed,
+            jump=jump,
+        ),
+        arrivals,
+        most,
     )  # fmt: skip
-    for outcome in (one, other):
-        assert_whole(outcome, arrivals)
-    assert one.places() == other.places()
-    for key, seq in one.by_id().items():
-        there = other.by_id()[key]
-        assert seq.status is there.status
-        assert seq.first_token_s == pytest.approx(there.first_token_s, abs=1e-7)
-        assert seq.finish_s == pytest.approx(there.finish_s, abs=1e-7)
 
 
 @pytest.mark.parametrize(

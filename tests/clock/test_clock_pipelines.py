@@ -5,13 +5,12 @@ from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
+from clock_small import FLAT, ROWS, assert_whole, drawn, jumped_and_stepped
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from test_clock_pools import FLAT, assert_whole
 
 from kvtwin.testing import limits, linear_machine, requests
 from kvtwin.testing.clusters import HAND_OVER_S_PER_TOKEN, simulate_pools, simulate_replicas
-from sim.clock.closed_loop import ClosedLoop
 from sim.clock.pipeline import Pipeline
 from sim.cost.forms import LinearCost
 from sim.cost.lanes import Lane
@@ -86,21 +85,6 @@ def test_an_engine_that_blocks_computes_nothing_while_it_pulls(jump):
     assert outcome.by_id()[1].finish_s == pytest.approx(0.7)
 
 
-ROWS = st.lists(
-    st.tuples(st.sampled_from([0.0, 0.0, 0.001, 0.02, 0.1, 0.5]), st.integers(1, 150), st.integers(1, 40)),
-    min_size=1,
-    max_size=25,
-)
-
-
-def drawn(rows):
-    at_s, found = 0.0, []
-    for gap_s, prompt, output in rows:
-        at_s += gap_s
-        found.append((at_s, prompt, output))
-    return requests(*found)
-
-
 @pytest.mark.parametrize("policy", ["vllm-recompute", "vllm-swap", "sarathi", "orca"])
 @settings(max_examples=20, deadline=None)
 @given(rows=ROWS, replicas=st.integers(1, 2), stages=st.sampled_from([2, 4]), gpu=st.integers(10, 24))
@@ -108,14 +92,12 @@ def test_nobody_is_lost_in_pipelines(policy, rows, replicas, stages, gpu):
     kind, arrivals = parse_policy(policy, {})[1], drawn(rows)
     chunked = policy == "sarathi"
     limit = limits(gpu, 30, max_model_len=256, chunked=chunked, tokens=512)
-    one, other = (
-        simulate_replicas([kind] * replicas, LeastLoaded(), arrivals, limit, stages=stages, jump=jump)
-        for jump in (True, False)
+    one, _ = jumped_and_stepped(
+        lambda source, jump: simulate_replicas(
+            [kind] * replicas, LeastLoaded(), source, limit, stages=stages, jump=jump
+        ),
+        arrivals,
     )
-    assert_whole(one, arrivals)
-    assert {k: (s.finish_s, s.status) for k, s in one.by_id().items()} == {
-        k: (s.finish_s, s.status) for k, s in other.by_id().items()
-    }
     for engine in range(replicas):
         members = one.members[engine * stages : (engine + 1) * stages]
         busy_s = [member.lanes.compute.busy_s for member in members]
@@ -143,18 +125,14 @@ def test_nobody_is_lost_between_pipelines(policy, rows, pools, stages, blocks, s
     assert isinstance(machine.cost, LinearCost)
     machine.cost.prelude_base_s = host_s
     limit, decode_limit = (limits(count, 30, max_model_len=256, seqs=seats) for count in blocks)
-    one, other = (
-        simulate_pools(
-            kind, ClosedLoop(arrivals, most) if most else arrivals, limit, prefill=pools[0], decode=pools[1],
-            decode_limit=decode_limit, bytes_per_s=speed, stages=stages, machine=machine, jump=jump,
-        )
-        for jump in (True, False)
+    jumped_and_stepped(
+        lambda source, jump: simulate_pools(
+            kind, source, limit, prefill=pools[0], decode=pools[1], decode_limit=decode_limit, bytes_per_s=speed,
+            stages=stages, machine=machine, jump=jump,
+        ),
+        arrivals,
+        most,
     )  # fmt: skip
-    for outcome in (one, other):
-        assert_whole(outcome, arrivals)
-    assert one.places() == other.places()
-    for key, seq in one.by_id().items():
-        assert seq.finish_s == pytest.approx(other.by_id()[key].finish_s, abs=1e-7)
 
 
 def test_host_stages_and_hand_overs_follow_one_another():

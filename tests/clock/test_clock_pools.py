@@ -2,16 +2,15 @@
 
 import random
 from dataclasses import replace
-from itertools import pairwise
 
 import pytest
+from clock_small import FLAT, ROWS, assert_whole, drawn, jumped_and_stepped
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtwin.testing import limits, linear_machine, requests
 from kvtwin.testing.clusters import ClusterOutcome, simulate_pools
-from kvtwin.testing.conformance import TOLERANCE_S, hosts_of
-from sim.clock.closed_loop import ClosedLoop
+from kvtwin.testing.conformance import hosts_of
 from sim.engine.sequence import Status
 from sim.errors import UserError
 from sim.options.policies import parse_policy
@@ -19,8 +18,6 @@ from sim.parts.stage.pull import Pull
 from sim.systems.distserve import DistServe
 from sim.systems.splitwise import Splitwise
 
-FLAT = {"prefill": (0.1, 0.0, 0.0), "decode": (0.1, 0.0, 0.0)}
-"""Every iteration takes 0.1 s."""
 BESIDE = DistServe(blocking_pull=False)
 """Decode engines compute while they pull."""
 POLICIES = [
@@ -36,28 +33,6 @@ POLICIES += ["sarathi:stage=hand-over,eviction=swap"]
 POLICIES += ["vllm-v1:stage=hand-over", "vllm-v1:stage=hand-over,async-scheduling=true"]
 POLICIES += [f"vllm-v1:stage=hand-over,async-scheduling=true,{more}=true" for more in ("blocking-pull", "layer-wise")]
 POLICIES += ["vllm-v1:stage=nixl", "vllm-v1:stage=nixl,async-scheduling=true"]
-
-
-def assert_whole(outcome: ClusterOutcome, arrivals, *, cut: bool = False) -> None:
-    """Every request ended once, every block is free, no lane and no link did two things at a time.
-
-    `cut`: an engine may end a sequence that its pool has no room for.
-    """
-    assert sorted(seq.request.request_id for seq, _ in outcome.ended) == [r.request_id for r in arrivals]
-    for member in outcome.members:
-        assert member.num_in_flight == 0
-        assert not member.engine.has_unfinished
-        for pool in (member.engine.scheduler.gpu, member.engine.scheduler.host):
-            assert pool.free == pool.num_blocks
-        lanes = member.lanes
-        for lane in (lanes.compute, lanes.h2d, lanes.d2h, *lanes.links.values()):
-            for before, after in pairwise(lane.intervals or ()):
-                assert after.start_s >= before.end_s - 1e-9
-    for seq, _ in outcome.ended:
-        assert seq.status in (Status.FINISHED, Status.IGNORED)
-        if seq.status is Status.FINISHED:
-            assert cut or seq.num_generated == seq.request.output_tokens
-            assert seq.request.arrival_s - 1e-9 <= seq.first_scheduled_s <= seq.first_token_s <= seq.finish_s
 
 
 def links_busy_s(outcome: ClusterOutcome, name: str) -> float:
@@ -192,13 +167,6 @@ def test_a_prompt_that_the_decode_engine_can_never_hold_is_ignored():
     }  # fmt: skip
 
 
-ROWS = st.lists(
-    st.tuples(st.sampled_from([0.0, 0.0, 0.001, 0.02, 0.1, 0.5]), st.integers(1, 150), st.integers(1, 40)),
-    min_size=1,
-    max_size=25,
-)
-
-
 @pytest.mark.parametrize("policy", POLICIES)
 @settings(max_examples=20, deadline=None)
 @given(
@@ -212,43 +180,24 @@ ROWS = st.lists(
     data=st.data(),
 )
 def test_jumping_changes_nothing_and_memory_is_conserved(policy, rows, pools, blocks, seats, host, speed, most, data):
-    at_s, found = 0.0, []
-    for gap_s, prompt, output in rows:
-        at_s += gap_s
-        found.append((at_s, prompt, output))
-    arrivals, kind = requests(*found), parse_policy(policy, {})[1]
+    arrivals, kind = drawn(rows), parse_policy(policy, {})[1]
     chunked = policy.startswith("sarathi")
     limit, decode_limit = (
         limits(count, host, max_model_len=256, seqs=seats, chunked=chunked, tokens=512) for count in blocks
     )
     machine = linear_machine(limit.block_bytes, host=data.draw(st.sampled_from(hosts_of(kind))))
-    one, other = (
-        simulate_pools(
-            kind,
-            ClosedLoop(arrivals, most) if most else arrivals,
-            limit,
-            prefill=pools[0],
-            decode=pools[1],
-            decode_limit=decode_limit,
-            bytes_per_s=speed,
-            machine=machine,
-            jump=jump,
-        )
-        for jump in (True, False)
-    )
+    one, other = jumped_and_stepped(
+        lambda source, jump: simulate_pools(
+            kind, source, limit, prefill=pools[0], decode=pools[1], decode_limit=decode_limit, bytes_per_s=speed,
+            machine=machine, jump=jump,
+        ),
+        arrivals,
+        most,
+    )  # fmt: skip
     for outcome in (one, other):
-        assert_whole(outcome, arrivals)
         assert links_busy_s(outcome, "link in") == pytest.approx(links_busy_s(outcome, "link out"))
         sent = sum(m.engine.scheduler.counters.policy["handed_over_blocks"] for m in outcome.members)
         assert links_busy_s(outcome, "link in") == pytest.approx(sent / speed)
-    assert one.places() == other.places()
-    for key, seq in one.by_id().items():
-        assert seq.status is other.by_id()[key].status
-        assert seq.first_token_s == pytest.approx(other.by_id()[key].first_token_s, abs=TOLERANCE_S)
-        assert seq.finish_s == pytest.approx(other.by_id()[key].finish_s, abs=TOLERANCE_S)
-    for a, b in zip(one.members, other.members, strict=True):
-        assert a.iterations == b.iterations
-        assert a.engine.scheduler.counters == b.engine.scheduler.counters
 
 
 @pytest.mark.parametrize("policy", ["layerkv:stage=hand-over", "orca:stage=hand-over", "distserve:order=mlfq"])
