@@ -363,6 +363,11 @@ def _check(scenario: Scenario) -> None:
     if scenario.swap_space is not None and scenario.num_cpu_blocks_override is not None:
         blocks = f"--num-cpu-blocks-override {scenario.num_cpu_blocks_override}"
         raise OptionError("swap_space", f"{scenario.swap_space} does nothing beside {blocks}; leave one of them out")
+    share = scenario.gpu_memory_utilization
+    if share != Scenario.gpu_memory_utilization and scenario.num_gpu_blocks_override is not None:
+        blocks = f"--num-gpu-blocks-override {scenario.num_gpu_blocks_override}"
+        # vLLM takes both, and has just so many blocks.
+        raise OptionError("gpu_memory_utilization", f"{share} does nothing beside {blocks}; leave one of them out")
     if scenario.closed_sessions and scenario.workload not in (None, "sessions"):
         raise OptionError("closed_sessions", f"--workload {scenario.workload} has no sessions; give one that has")
     for f in fields(Scenario):

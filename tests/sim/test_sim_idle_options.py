@@ -81,12 +81,19 @@ def test_where_one_of_several_runs_takes_an_option_the_others_leave_it(tmp_path,
             getattr(kvtwin, section)(study | {section: {"grid": {"max-num-seqs": [8]}} | asked}, tmp_path / "n", jobs=1)
 
 
-def test_host_blocks_are_said_once():
-    with pytest.raises(UserError) as caught:
-        kvtwin.simulate(with_(swap_space=4.0, num_cpu_blocks_override=9), "vllm-swap")
-    assert str(caught.value) == (
-        "--swap-space: 4.0 does nothing beside --num-cpu-blocks-override 9; leave one of them out"
-    )
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"swap_space": 4.0, "num_cpu_blocks_override": 9}, "--swap-space: 4.0 does nothing beside --num-cpu-blocks"),
+        (
+            {"gpu_memory_utilization": 0.8, "num_gpu_blocks_override": 9},
+            "--gpu-memory-utilization: 0.8 does nothing beside --num-gpu-blocks-override 9; leave one of them out",
+        ),
+    ],
+)
+def test_the_size_of_a_pool_is_said_once(given, told):
+    with pytest.raises(UserError, match=told):
+        kvtwin.simulate(with_(**given), "vllm-swap")
 
 
 @pytest.mark.parametrize(
