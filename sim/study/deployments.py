@@ -12,6 +12,8 @@ from typing import Any, Literal, get_args
 from msgspec import Struct
 
 from sim.errors import UserError
+from sim.options.policies import owned_option
+from sim.parts.options import Conditional
 from sim.study.limits import fp8_of
 from sim.study.points import policy_of, setup_of
 
@@ -53,7 +55,12 @@ class Deployment(Struct, frozen=True):
     @property
     def family(self) -> tuple[bool, bool]:
         """Pools or not, 16-bit KV or not: each family is searched by itself, and its best is told."""
-        return self.is_pooled, KV_DTYPE in self.changed
+        return self.is_pooled, not self.keeps_answers
+
+    @property
+    def keeps_answers(self) -> bool:
+        """Whether the model answers as it would with the KV that it was made for: no knob takes bits from that."""
+        return KV_DTYPE not in self.changed
 
     @property
     def simplicity(self) -> tuple[int, int, int, int]:
@@ -93,19 +100,33 @@ class Space:
         self.shares_prefixes = shares_prefixes
         self.policies = policies
         self.refused: dict[str, list[str]] = {}
+        self.conditional: list[Conditional] = []
+        """Options of policies that act in some deployments alone, as they are met."""
+        self._owned = {name: own.name for name in fixed if (own := owned_option(name)) is not None}
         self._engines: dict[str, dict[tuple[int, int], bool]] = {policy: {} for policy in policies}
 
     def of(self, num_gpus: int) -> list[Deployment]:
         """The deployments on just so many GPUs, the simplest first."""
         found = [
-            Deployment(
-                {**base, **layout, **knobs}, num_gpus, words, "prefill_replicas" in layout, tuple(knobs), distance
-            )
+            Deployment(options, num_gpus, words, "prefill_replicas" in layout, tuple(knobs), distance)
             for policy in self.policies
             for base, layout, words in self._layouts(policy, num_gpus)
             for knobs, distance in self._knobs(base, layout)
+            if (options := self._acting({**base, **layout, **knobs}, words)) is not None
         ]
         return sorted(found, key=lambda one: one.simplicity)
+
+    def _acting(self, options: Options, words: str) -> Options | None:
+        """Without options that the user gave and that do nothing there; None where the policy's text has them."""
+        if not self._owned and not any(":" in policy for policy in self.policies):
+            return options
+        told = setup_of({**ANY, **options}).conditional
+        self.conditional += told
+        idle = {one.name: one.told for one in told if not one.acts}
+        for name in idle.keys() - self._owned.values():
+            self._refuse(idle[name], words)
+            return None
+        return {name: value for name, value in options.items() if self._owned.get(name) not in idle}
 
     def _base(self, policy: str) -> Options:
         return {**self.fixed, "gpu": self.gpu, "policy": policy}

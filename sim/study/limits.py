@@ -12,6 +12,7 @@ from typing import Any, Literal
 from msgspec import Struct
 
 from sim.errors import UserError
+from sim.options.scenario import Scenario
 from sim.run.prepare import Setup
 from sim.specs.kv_format import kv_dtype
 from sim.study.points import setup_of
@@ -38,6 +39,8 @@ class Change(Struct, frozen=True):
     name: str
     kind: Literal["limit", "purchase"]
     options: dict[str, Any]
+    guess: float = 1.0
+    """Of the factor on the load that it brings: where its search may begin."""
 
 
 class Gain(Struct, frozen=True):
@@ -69,26 +72,29 @@ def changes(options: Mapping[str, Any]) -> list[Change]:
     """What can be changed of a deployment."""
     setup = setup_of(options)
     limits = setup.limits
-    blocks = ceil(MORE * limits.num_gpu_blocks)
+
+    def memory(num_blocks: int) -> dict[str, Any]:
+        return {"num_gpu_blocks_override": num_blocks, "gpu_memory_utilization": Scenario.gpu_memory_utilization}
+
     budget, seats = ceil(MORE * limits.max_num_batched_tokens), ceil(MORE * limits.max_num_seqs)
     held = {"max_num_batched_tokens": max(limits.max_num_batched_tokens, seats)}
     found = [
-        Change("KV memory", "limit", {"num_gpu_blocks_override": blocks}),
+        Change("KV memory", "limit", memory(ceil(MORE * limits.num_gpu_blocks))),
         Change("seats", "limit", {"max_num_seqs": seats, **held}),
         Change("token budget", "limit", {"max_num_batched_tokens": budget}),
-        Change(COMPUTE, "limit", faster(options, MORE)),
+        Change(COMPUTE, "limit", faster(options, MORE), MORE),
     ]
     if pcie := _pcie(setup):
         found.insert(3, Change("PCIe", "limit", _profile(options, f"pcie_bytes_per_s={MORE * pcie!r}")))
     if setup.scenario.link_gbps is not None:
         found.append(Change("link", "limit", {"link_gbps": MORE * setup.scenario.link_gbps}))
     ten = limits.num_gpu_blocks + int(TEN_GB / limits.block_bytes)
-    found.append(Change("10 GB more KV memory a GPU", "purchase", {"num_gpu_blocks_override": ten}))
+    found.append(Change("10 GB more KV memory a GPU", "purchase", memory(ten)))
     if setup.decode is None and setup.pp == 1 and setup.scenario.autoscale is None:
         engines = setup.scenario.num_engines + 1
         router = setup.scenario.router or "least-loaded"
         gpus = "one GPU more" if setup.tp == 1 else f"one engine more ({setup.tp} GPUs)"
-        found.append(Change(gpus, "purchase", {"replicas": engines, "router": router}))
+        found.append(Change(gpus, "purchase", {"replicas": engines, "router": router}, engines / (engines - 1)))
     for role in ("prefill", "decode") if setup.decode is not None else ():
         engines = getattr(setup.scenario, f"{role}_replicas") + 1
         found.append(Change(f"one {role} engine more", "purchase", {f"{role}_replicas": engines}))

@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from sim.errors import UserError
 from sim.options.scenario import OF_LAYOUTS, Scenario
 from sim.options.values import convert, flag
+from sim.parts.options import refuse_idle
 from sim.specs.hardware import load_hardware
 from sim.study.deployments import Deployment, Layouts, Space
 from sim.study.draws import OF_TRAFFIC, OF_WORKLOADS, Draws, draws
@@ -34,8 +36,6 @@ LINK_GBPS = 400.0
 FINALISTS = 3
 WORTH_TRYING = 0.6
 """Share of the best load below which the best of another family is not tried in full."""
-COARSE = 1.25
-"""First step of the loads with a limit raised."""
 EXPLAINED_ON = 3
 """Draws at whose begin limits are raised: one alone has too few requests beyond a P99 to tell some percent."""
 
@@ -173,20 +173,37 @@ class Held(Struct, frozen=True):
 
 
 class Size(Struct, frozen=True):
-    """So many GPUs of a kind: what was raced on them, and what was tried on every draw, the best first."""
+    """So many GPUs of a kind: what was raced on them, and what was tried on every draw, the best first.
+
+    Attributes:
+        load_wanted: as a factor on the traffic; None: all that can be had.
+    """
 
     gpu: str
     num_gpus: int
     raced: list[Raced]
     held: list[Held] = []
+    load_wanted: float | None = 1.0
 
     @property
     def best(self) -> Held | None:
-        """What is taken: of those that cannot be told from the one that sustains most, the simplest."""
-        if not self.held:
+        """What is taken: the best, but KV of fewer bits only where it saves a GPU."""
+        most = self.best_of(self.held)
+        plain = self.best_of([one for one in self.held if one.deployment.keeps_answers])
+        if most is None or plain is None or most is plain:
+            return most
+        if self.load_wanted is not None:
+            return plain if plain.least >= self.load_wanted else most
+        # Loads are taken to grow with GPUs.
+        return plain if plain.mean * (self.num_gpus + 1) >= most.mean * self.num_gpus else most
+
+    @staticmethod
+    def best_of(held: Sequence[Held]) -> Held | None:
+        """Of those that cannot be told from the one that sustains most the simplest."""
+        if not held:
             return None
-        first = max(self.held, key=lambda one: one.mean)
-        tied = [one for one in self.held if one is first or one.ties(first)]
+        first = max(held, key=lambda one: one.mean)
+        tied = [one for one in held if one is first or one.ties(first)]
         # None that is short of the traffic on some draw, where another is not.
         enough = [one for one in tied if one.least >= 1.0] or tied
         return min(enough, key=lambda one: one.deployment.simplicity)
@@ -269,10 +286,12 @@ class _Planner:
         long = self.draws.num_requests * self.asked.seeds
         self.work.expect("what binds", 60.0 * EXPLAINED_ON * self.draws.head(0, LONGER_S, 1.0)["num_prompts"])
         self.work.expect("every draw", 2 * 5 * 4.0 * long)
-        if not any(self._sizes_of(gpu) for gpu in self.asked.gpus):
+        can = [gpu for gpu in self.asked.gpus if self._sizes_of(gpu)]
+        refuse_idle(one for space in self.spaces.values() for one in space.conditional)
+        if not can:
             reasons = "; ".join(reason for space in self.spaces.values() for reason in space.refused)
             raise UserError(f"nothing can be deployed on up to {self.asked.max_gpus} GPUs: {reasons}")
-        found = [one for gpu in self.asked.gpus if (one := self._of_kind(gpu)) is not None]
+        found = [one for gpu in can if (one := self._of_kind(gpu)) is not None]
         answer = min(found, key=self._rank) if found else None
         return self._explained(answer)
 
@@ -299,7 +318,8 @@ class _Planner:
             raced, refused = race(deployments, self.ground, start)
             for reason, names in refused.items():
                 self.refused.setdefault(reason, []).extend(names)
-            self.sizes[gpu, count] = Size(gpu, count, raced)
+            wanted = None if self.asked.objective == "goodput" else 1.0
+            self.sizes[gpu, count] = Size(gpu, count, raced, load_wanted=wanted)
         return self.sizes[gpu, count]
 
     def _full(self, gpu: str, count: int, start: float) -> Size:
@@ -307,22 +327,33 @@ class _Planner:
         size = self._raced(gpu, count, start)
         if size.held or not size.raced:
             return size
-        finalists = list(_finalists(size.raced))
-        self.work.expect("every draw", 4.0 * len(finalists) * self.asked.seeds * self.draws.num_requests)
+        first, *others = _finalists(size.raced)
+        self.work.expect("every draw", 4.0 * (1 + len(others)) * self.asked.seeds * self.draws.num_requests)
         self.work.begin("every draw")
-        searches = [
-            most_load(
-                {**one.deployment.options, **self._traffic(number)}, self.asked.slos, start=one.load, step=STEP**0.5
-            )
-            for one in finalists
-            for number in range(self.asked.seeds)
-        ]
-        reached = answers(searches, self.store, self.means, self.work.of([self._traffic(0)]), self.asked.slos)
-        rows = [reached[at : at + self.asked.seeds] for at in range(0, len(reached), self.asked.seeds)]
-        held = [Held(one.deployment, tuple(row)) for one, row in zip(finalists, rows, strict=True)]
+        traffics = [self._traffic(number) for number in range(self.asked.seeds)]
+        asked = [(first.deployment.options, [first.load] * len(traffics))]
+        (reached,) = self._searched(asked, traffics, STEP**0.5)
+        # How much harder one draw is than another it is for all of them.
+        scales = [(on_draw.most or first.load) / first.load for on_draw in reached]
+        asked = [(one.deployment.options, [one.load * scale for scale in scales]) for one in others]
+        found = [reached, *self._searched(asked, traffics, 1.0 + PRECISION)]
+        held = [Held(one.deployment, reached) for one, reached in zip((first, *others), found, strict=True)]
         held.sort(key=lambda one: -one.mean)
-        self.sizes[gpu, count] = Size(gpu, count, size.raced, held)
+        self.sizes[gpu, count] = replace(size, held=held)
         return self.sizes[gpu, count]
+
+    def _searched(
+        self, asked: Sequence[tuple[dict[str, Any], Sequence[float]]], traffics: Sequence[dict[str, Any]], step: float
+    ) -> list[tuple[Reached, ...]]:
+        """What each of these options sustains on each traffic, beginning at the loads beside them with that step."""
+        searches = [
+            most_load({**traffic, **options}, self.asked.slos, start=start, step=step, is_near=True)
+            for options, starts in asked
+            for traffic, start in zip(traffics, starts, strict=True)
+        ]
+        reached = answers(searches, self.store, self.means, self.work.of(traffics), self.asked.slos)
+        size = len(traffics)
+        return [tuple(reached[at : at + size]) for at in range(0, len(reached), size)]
 
     def _traffic(self, number: int) -> dict[str, Any]:
         return {**self.draws.options[number], "num_prompts": self.draws.num_requests}
@@ -332,8 +363,6 @@ class _Planner:
     def _of_kind(self, gpu: str) -> Size | None:
         """The best of a kind of GPU; None where none meets the SLOs."""
         counts = self._sizes_of(gpu)
-        if not counts:
-            return None
         return self._most(gpu, counts) if self.asked.objective == "goodput" else self._fewest(gpu, counts)
 
     def _most(self, gpu: str, counts: Sequence[int]) -> Size | None:
@@ -396,25 +425,22 @@ class _Planner:
         self.work.begin("what binds")
         load = best.mean
         heads = [self.draws.head(number, LONGER_S, load) for number in range(min(self.asked.seeds, EXPLAINED_ON))]
-        base = {**best.deployment.options, **heads[0]}
-        what_if = changes(base)
-        error = SPEED_ERRORS[setup_of(base).profile.status]
-        more = [{}, *(one.options for one in what_if), *(faster(base, factor) for factor in (1 - error, 1 + error))]
-        searches = [
-            most_load({**base, **head, **one}, self.asked.slos, start=load, step=COARSE)
-            for one in more
-            for head in heads
-        ]
-        reached = answers(searches, self.store, self.means, self.work.of(heads), self.asked.slos)
-        at_first, *changed, slow, fast = (
-            mean_of(reached[at : at + len(heads)]) for at in range(0, len(reached), len(heads))
-        )
+        options = best.deployment.options
+        base = {**options, **heads[0]}
+        what_if, error = changes(base), SPEED_ERRORS[setup_of(base).profile.status]
+        (first,) = self._searched([(options, [load] * len(heads))], heads, STEP**0.5)
+        more = [(one.options, one.guess) for one in what_if]
+        more += [(faster(base, speed), speed) for speed in (1 - error, 1 + error)]
+        # Most buy nothing: two runs tell, of which one is ended early.
+        asked = [({**options, **one}, [(at.most or load) * guess for at in first]) for one, guess in more]
+        rows = [first, *self._searched(asked, heads, 1.0 + PRECISION)]
+        at_first, *changed, slow, fast = map(mean_of, rows)
         share = load / at_first.most if at_first.most else 0.0
         if self.asked.objective == "goodput":
             figures = [one.ran for one in best.reached if one.ran is not None]
         else:
-            asked = [{**best.deployment.options, **self._traffic(number)} for number in range(self.asked.seeds)]
-            figures = runs(asked, self.store, self.means, self.work.of(asked))
+            whole = [{**options, **self._traffic(number)} for number in range(self.asked.seeds)]
+            figures = runs(whole, self.store, self.means, self.work.of(whole))
         fewest, most = self._interval(answer)
         return Planned(
             self.asked, self.draws, sizes, answer, fewest, most, figures, gains_of(what_if, at_first, changed),

@@ -13,7 +13,6 @@ from sim.results.accuracy import SHARE
 from sim.results.sections import Accuracy
 from sim.run.files import simulate
 from sim.run.folders import clear, owning, renewing
-from sim.study.deployments import KV_DTYPE
 from sim.study.intervals import CONFIDENCE
 from sim.study.plan import Held, Planned, Size
 from sim.study.points import setup_of
@@ -25,6 +24,7 @@ PAGE, ANSWER, MANIFEST = "plan.md", "plan.json", "kubernetes.yaml"
 ANSWER_RUN = "answer"
 """Folder of the answer's own run."""
 MOST_NAMED = 4
+FP8 = "FP8 KV"
 COSTS = {"usd_per_hour": "USD an hour", "boards_kw": "kW of boards"}
 """What a front may count in place of GPUs, and its heads."""
 
@@ -47,7 +47,7 @@ def lines(planned: Planned) -> Iterator[str]:
     yield from _next_to(planned, answer)
     yield from _ties(answer, best)
     yield from _families(answer, best)
-    if KV_DTYPE in best.deployment.changed:
+    if not best.deployment.keeps_answers:
         yield "FP8 KV changes what the model computes: check the quality of its answers."
     if not planned.draws.shares_prefixes:
         yield "Prompts share no prefixes worth caching: prefix caching and offload change nothing, and are left alone."
@@ -141,8 +141,10 @@ def _next_to(planned: Planned, answer: Size) -> Iterator[str]:
 
 
 def _ties(answer: Size, best: Held) -> Iterator[str]:
-    first = max(answer.held, key=lambda one: one.mean)
-    tied = [one for one in answer.held if one is not best and (one is first or one.ties(first))]
+    # Beside one that keeps answers none that does not: what FP8 KV brings stands apart.
+    rivals = [one for one in answer.held if one.deployment.keeps_answers >= best.deployment.keeps_answers]
+    first = max(rivals, key=lambda one: one.mean)
+    tied = [one for one in rivals if one is not best and (one is first or one.ties(first))]
     if tied:
         names = "; ".join(one.deployment.name for one in tied[:MOST_NAMED])
         yield f"As good, as far as these draws tell: {names}. Of these the one that changes least is taken."
@@ -155,13 +157,14 @@ def _families(answer: Size, best: Held) -> Iterator[str]:
     own = best.deployment.family
     words = {
         (not own[0], own[1]): "Like engines" if own[0] else "Prefill and decode pools",
-        (own[0], not own[1]): "KV in 16 bits" if own[1] else "FP8 KV",
+        (own[0], not own[1]): "KV in 16 bits" if own[1] else FP8,
     }
     for family, word in words.items():
         if family in loads:
             name, load, how = loads[family]
             raced = ", by the short race alone" if how else ""
-            yield f"{word} instead: {load:.2f} times the traffic{raced} ({name})."
+            why = " It saves no GPU, and changes what the model computes." if word == FP8 else ""
+            yield f"{word} instead: {load:.2f} times the traffic{raced} ({name}).{why}"
 
 
 def _refused(planned: Planned) -> Iterator[str]:

@@ -159,8 +159,11 @@ def most_load(
     *,
     start: float = 1.0,
     step: float = 2.0,
+    is_near: bool = False,
 ) -> Search[Reached]:
     """The greatest factor on the arrivals' rate at which the SLOs are met, by steps and geometric bisection.
+
+    Where the start `is_near` steps may be small: each is the square of the one before, at most 2.
 
     It assumes that SLOs met at some load are met at any lower one. 0 where none down to `NO_LOAD` meets them.
     A run that is too short to tell (`too_short`) is no proof that its load is sustained: `unknown` says so, as it does
@@ -187,14 +190,14 @@ def most_load(
             limit, failing, unknown = factor, (None, None), short
         else:
             good = (factor, ran)
-        if limit is None:
-            factor *= step
-        elif good[1] is None:
-            factor /= step
-        elif limit / good[0] <= 1.0 + precision:
-            break
-        else:
+        if limit is not None and good[1] is not None:
+            if limit / good[0] <= 1.0 + precision:
+                break
             factor = (good[0] * limit) ** 0.5
+            continue
+        factor = factor * step if limit is None else factor / step
+        if is_near:
+            step = min(step * step, 2.0)
     return Reached(*good, *failing, unknown)
 
 

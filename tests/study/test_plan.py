@@ -113,6 +113,28 @@ def test_what_makes_no_difference_is_not_changed(monkeypatch, tmp_path):
     assert any(line.startswith("As good, as far as these draws tell") for line in lines(found))
 
 
+@pytest.mark.parametrize(
+    ("objective", "fp8", "gpus", "taken", "told"),
+    [
+        # Two GPUs sustain 1.4 times the traffic in 16 bits; with FP8 1.75, less than a third GPU would; or 2.24.
+        ("gpus", 1.25, 2, "auto", "FP8 KV instead: "),
+        ("goodput", 1.25, 2, "auto", "FP8 KV instead: "),
+        ("goodput", 1.6, 2, "fp8", "KV in 16 bits instead: "),
+        ("gpus", 1.6, 1, "fp8", "KV in 16 bits instead: "),
+    ],
+)
+def test_kv_of_fewer_bits_is_taken_only_where_it_saves_a_gpu(objective, fp8, gpus, taken, told, monkeypatch, tmp_path):
+    """It changes what the model answers: a GPU less is worth that, some percent of load are not."""
+    planted(monkeypatch, lambda options: 0.7 * engines(options) * (fp8 if "kv_cache_dtype" in options else 1))
+    asked = {**ASKED, "max_gpus": 2, "objective": objective, "layouts": "engines", "max_num_seqs": 256}
+    found = plan(read_plan({**asked, "max_num_batched_tokens": 2048}), tmp_path, Means())
+    assert found.answer is not None and found.best is not None and found.answer.num_gpus == gpus
+    assert found.best.deployment.options.get("kv_cache_dtype", "auto") == taken
+    said = list(lines(found))
+    assert any(line.startswith(told) for line in said), said
+    assert any("changes what the model computes" in line for line in said)
+
+
 def test_draws_that_differ_make_an_interval_of_gpus(monkeypatch, tmp_path):
     """0.55, 0.5 and 0.45 of the traffic a GPU by seed: two are enough in two draws of three, and three in all."""
     share = {0: 0.55, 1: 0.50, 2: 0.45, 3: 0.5}
@@ -198,6 +220,16 @@ def test_what_the_user_said_is_not_searched_and_what_cannot_matter_neither():
     shared = {name for one in space(shares_prefixes=True).of(2) for name in one.changed}
     alone = {name for one in space().of(2) for name in one.changed}
     assert shared - alone == {"enable_prefix_caching", "kv_offloading_size", "router"}
+
+
+def test_an_option_is_left_out_where_it_does_nothing_and_refused_where_that_is_everywhere(monkeypatch, tmp_path):
+    """As of candidates of `tune`: else the search would go on for minutes, and the answer's run be refused."""
+    found = space(shares_prefixes=True, layouts="engines", vllm_v1_store_threshold=2, kv_cache_dtype="auto").of(2)
+    assert all(("vllm_v1_store_threshold" in o.options) == ("kv_offloading_size" in o.options) for o in found)
+    assert len({"kv_offloading_size" in one.options for one in found}) == 2
+    planted(monkeypatch, engines)
+    with pytest.raises(UserError, match="store-threshold=2 does nothing without kv-offloading-size"):
+        plan(read_plan({**ASKED, "max_gpus": 1, "vllm_v1_store_threshold": 2}), tmp_path, Means())
 
 
 def test_what_cannot_be_laid_out_is_told_by_its_reason():

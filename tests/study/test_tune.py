@@ -51,6 +51,19 @@ def test_the_most_load_is_found_to_the_precision(threshold, usual):
     assert count <= 18
 
 
+@given(st.floats(0.01, 100.0), st.floats(0.05, 20.0))
+def test_from_near_the_most_load_is_found_in_two_runs_and_from_afar_to_the_precision_as_well(threshold, off):
+    """What a raised limit does not change is told by one run that meets the SLOs and one that does not."""
+
+    def ttft_ms(options):
+        return 50.0 if options["rate_scale"] <= threshold * 1.001 else 150.0
+
+    near = driven(most_load({}, SLOS, start=threshold, step=1 + PRECISION, is_near=True), ttft_ms)
+    assert near == (near[0], 2) and near[0].most == threshold
+    reached, count = driven(most_load({}, SLOS, start=threshold * off, step=1 + PRECISION, is_near=True), ttft_ms)
+    assert threshold / (1 + PRECISION) <= reached.most <= threshold * 1.001 and count <= 16
+
+
 @given(st.integers(1, 500), st.integers(1, 500))
 def test_the_fewest_engines_are_found_exactly_whatever_the_guess(threshold, guess):
     reached, count = driven(
