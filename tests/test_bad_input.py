@@ -4,10 +4,9 @@ import sys
 from pathlib import Path
 from random import Random
 
+import bad_input
 import pytest
-
-from kvtwin.testing import bad_input
-from kvtwin.testing.bad_input import KINDS, Bench, Fault, counted, try_cases
+from bad_input import KINDS, Bench, Fault, counted, try_cases
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -2,7 +2,7 @@
 
     python validation/reliability.py --seed 7 --cases 1000 [--kinds options,kills] [--counts counts.json]
 
-The cases are drawn by `kvtwin.testing.bad_input`: the same seed draws the same ones (when a kill comes is up to the
+The cases are drawn by `bad_input`: the same seed draws the same ones (when a kill comes is up to the
 machine). Prints a row a kind: cases, outcomes, faults, CPU seconds; then each fault with its command. Exit status 1 if
 there is any. `--counts` adds the counts to those that a file has, so that a large number can be run in pieces.
 """
@@ -14,7 +14,7 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-from kvtwin.testing.bad_input import KINDS, counted, try_cases
+from bad_input import KINDS, counted, try_cases
 
 
 def cpu_s() -> float:

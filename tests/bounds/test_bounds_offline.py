@@ -1,17 +1,12 @@
 """The offline scheduler of the benchmarks: which requests it chooses, and that it is no better than the bound."""
 
-import sys
 from itertools import combinations
-from pathlib import Path
 
 import numpy as np
 import pytest
+from adaptive_cells import Cell
 from hypothesis import given
 from hypothesis import strategies as st
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "validation"))
-
-from adaptive_cells import Cell
 from offline_cells import SHARES_OF_TIME, in_time, row
 
 CELL = Cell("llama-2-7b", "l20", "uniform 3000 600", 1.0, 8.0, 1)

@@ -1,17 +1,14 @@
 """An early vLLM on A100: the GPU's price by a public fit of that engine, and what its served runs say of the server."""
 
-import sys
 from pathlib import Path
 
 import pytest
+from distserve_measured import read
+from vllm_a100_measured import compare, price_errors, scenario
 
 from sim.cost.engine_profile import load_engine_profile
 
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "validation"))
-from distserve_measured import read  # noqa: E402
-from vllm_a100_measured import compare, price_errors, scenario  # noqa: E402
-
 RUNS = ROOT.parent / "shared/measured/distserve-opt13b-a100/runs.csv"
 SERVED_S_PER_SEQUENCE = "0.0006"
 

@@ -1,13 +1,9 @@
 """docs/calibration.md and calibration-tables.md: blocks are those that the script writes; errors are the profiles'."""
 
 import re
-import sys
-from pathlib import Path
 
-import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "validation"))
 import calibration_tables
+import pytest
 from calibration_tables import FITTED, PAGES, SHIPPED, main
 
 BLOCKS = dict(re.findall(r"<!-- (\w+) -->\n(.*?)\n<!-- end -->", "".join(page.read_text() for page in PAGES), re.S))

@@ -1,17 +1,12 @@
 """eLLM's solver: exact against brute force and SLSQP, and what the printed Eq. 5 is worth."""
 
-import sys
 from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
 import pytest
+from ellm_slsqp import solve
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "validation"))
-
-from ellm_slsqp import solve
 
 from sim.specs.models import load_model
 from sim.systems.ellm.equations import (

@@ -1,13 +1,13 @@
 """Intervals drawn from measured rows: by hand, on rows left out, and of runs that no measured row is like."""
 
-import sys
 from dataclasses import replace
 from math import exp, isfinite, log
-from pathlib import Path
 
 import pytest
+from accuracy_coverage import coverage, left_out
 from msgspec import UNSET
 from small_results import finished
+from vllm_closed_loop import SERVED
 
 from sim.options.policies import parse_policy
 from sim.options.scenario import Scenario
@@ -16,11 +16,6 @@ from sim.results.report import accuracy_lines
 from sim.results.result import assemble
 from sim.run.prepare import prepare
 from sim.specs.hardware import built_in_hardware
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "validation"))
-
-from accuracy_coverage import coverage, left_out
-from vllm_closed_loop import SERVED
 
 METRIC = "mean_ttft_ms"
 HERE = Kind("dense", "h100", "16 bits", "group", "some")
