@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 
-from traces import slos
+from traces import acceptance_rate, slos
 from traces.errors import TraceError
 from traces.fields import Where
 from traces.files import text_blocks
@@ -33,6 +33,13 @@ class CsvFormat:
     priority: str = ""
     calls: str = ""
     slos: str = ""
+    acceptance_rate: str = ""
+
+    @property
+    def by_column(self) -> tuple[str, ...]:
+        """Names of what `Columns` has beside times and lengths, in its order; empty where the format lacks it."""
+        plain = self.session, self.hashes, self.block, self.output_hashes, self.priority, self.calls
+        return *plain, self.slos, self.acceptance_rate
 
     @property
     def required(self) -> tuple[str, ...]:
@@ -42,8 +49,7 @@ class CsvFormat:
     @property
     def optional(self) -> tuple[str, ...]:
         """The columns that it may have and that are read."""
-        names = (self.session, self.hashes, self.block, self.output_hashes, self.priority, self.calls, self.slos)
-        return tuple(name for name in names if name)
+        return tuple(name for name in self.by_column if name)
 
     @property
     def numeric(self) -> tuple[str, ...]:
@@ -64,7 +70,8 @@ CSV_FORMATS = {
         output_hashes="output_hash_ids",
         priority="priority",
         calls="tool_calls",
-        slos="slos",
+        slos=slos.FIELD,
+        acceptance_rate=acceptance_rate.FIELD,
     ),
     # 2025 adds NumImages; its image tokens are not in ContextTokens' prompt text and are not read.
     "azure": CsvFormat("TIMESTAMP", "ContextTokens", "GeneratedTokens", stamps=True),
@@ -160,11 +167,10 @@ class CsvReader(LineReader):
 
     def _with_optional(self, plain: Columns, columns: list[tuple[str, ...]]) -> Columns:
         form = self.format
-        names = (form.session, form.hashes, form.block, form.output_hashes, form.priority, form.calls, form.slos)
-        found = [columns[self.index[name]] if name in self.index else () for name in names]
+        found = [columns[self.index[name]] if name in self.index else () for name in form.by_column]
         if not any(found):
             return plain
-        sessions, ids, sizes, output_ids, priorities, called, own_slos = found
+        sessions, ids, sizes, output_ids, priorities, called, own_slos, rates = found
         hashes = [tuple(map(int, cell.split())) for cell in ids]
         default = self.options.hash_block_tokens or 0
         blocks = [int(cell or 0) or default for cell in sizes] if ids and sizes else [default] * len(hashes)
@@ -186,6 +192,7 @@ class CsvReader(LineReader):
             priorities=[int(cell or 0) for cell in priorities],
             calls=calls,
             slos=list(map(slos.slos_of, own_slos)),
+            acceptance_rates=list(map(acceptance_rate.rate_of, rates)),
         )
 
     def row(self, where: Where, line: str) -> Row:
@@ -208,7 +215,8 @@ class CsvReader(LineReader):
         session = cells[self.index[form.session]] if form.session in self.index else ""
         calls = self._calls(where, self._cell(cells, form.calls), output, output_hashes)
         own_slos = slos.check_slos(where, self._cell(cells, form.slos))
-        return Row(time, stamp, prompt, output, session, hashes, block, output_hashes, priority, calls, own_slos)
+        rate = acceptance_rate.check_rate(where, self._cell(cells, form.acceptance_rate))
+        return Row(time, stamp, prompt, output, session, hashes, block, output_hashes, priority, calls, own_slos, rate)
 
     @staticmethod
     def _calls(where: Where, cell: str, output: int, output_hashes: tuple[int, ...]) -> tuple[ToolCall, ...]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import repeat
 from pathlib import Path
 
-from traces import slos
+from traces import acceptance_rate, slos
 from traces.fields import Where
 from traces.hash_ids import check_hashes, check_output_hashes, hashes_fit, output_hashes_fit
 from traces.rows import Columns, LineReader, ReadOptions, Row
@@ -111,7 +111,11 @@ class JsonlReader(LineReader):
         if any(calls) and (any(output_hashes) or not all(map(calls_fit, calls, outputs))):
             raise ValueError("tool calls")
         own_slos = [slos.slos_of(row.get(slos.FIELD)) for row in rows] if slos.FIELD in text else []
-        values = (prompts, outputs, sessions, hashes, blocks, output_hashes, priorities, calls, own_slos)
+        rates = [row.get(acceptance_rate.FIELD) for row in rows] if acceptance_rate.FIELD in text else []
+        if not set(map(type, rates)) <= {int, float, type(None)}:
+            raise TypeError("acceptance rates")
+        rates = list(map(acceptance_rate.rate_of, rates))
+        values = (prompts, outputs, sessions, hashes, blocks, output_hashes, priorities, calls, own_slos, rates)
         return Columns(list(map(float, times)), *values)
 
     def _fit(self, prompt: int, hashes: tuple[int, ...]) -> bool:
@@ -151,4 +155,5 @@ class JsonlReader(LineReader):
             raise where.error(FIELD, called, "is not a list of tool calls", remedy) from None
         check_calls(where, called, calls, output, output_hashes)
         own_slos = slos.check_slos(where, row.get(slos.FIELD))
-        return Row(time, shown, prompt, output, session, hashes, block, output_hashes, priority, calls, own_slos)
+        rate = acceptance_rate.check_rate(where, row.get(acceptance_rate.FIELD))
+        return Row(time, shown, prompt, output, session, hashes, block, output_hashes, priority, calls, own_slos, rate)

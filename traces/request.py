@@ -23,6 +23,8 @@ class Request(NamedTuple):
     `output_hash_ids` the blocks after it. `session_id` joins the turns of one conversation; empty where the trace has
     none. A lower `priority` is more urgent, as in vLLM. `calls` are in order, each after more output tokens than
     the one before, and none after the last token. `slos` are its own; None: it has those of `--goodput`.
+    `acceptance_rate` is the chance that a token drafted for it is accepted where those before it are; None: the
+    policy's.
     """
 
     request_id: int
@@ -36,6 +38,7 @@ class Request(NamedTuple):
     priority: int = 0
     calls: tuple[ToolCall, ...] = ()
     slos: SLOs | None = None
+    acceptance_rate: float | None = None
 
     @property
     def most_tokens(self) -> int:

@@ -64,6 +64,7 @@ class Columns(NamedTuple):
     priorities: Sequence[int] = ()
     calls: Sequence[tuple[ToolCall, ...]] = ()
     slos: Sequence[SLOs | None] = ()
+    acceptance_rates: Sequence[float | None] = ()
 
 
 class Row(NamedTuple):
@@ -80,6 +81,7 @@ class Row(NamedTuple):
     priority: int = 0
     calls: tuple[ToolCall, ...] = ()
     slos: SLOs | None = None
+    acceptance_rate: float | None = None
 
 
 def plainly_right(columns: Columns, previous: float, ordered: bool) -> bool:

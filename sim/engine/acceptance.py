@@ -19,15 +19,18 @@ def draw(seed: int, request_id: int, place: int) -> float:
 
 
 class Acceptance:
-    """Drafted tokens are accepted one after another, each with its chance, up to the first that is not."""
+    """Drafted tokens are accepted one after another, each with its chance, up to the first that is not.
+
+    A request whose trace says its acceptance rate has that, at any place.
+    """
 
     def __init__(self, chances: tuple[float, ...], seed: int) -> None:
         self.chances, self.seed = chances, seed
 
     def num_accepted(self, seq: Sequence, num_generated: int, num_drafted: int) -> int:
         """Of the tokens drafted behind the first `num_generated` of a sequence's answer, how many are accepted."""
-        seed, request_id = self.seed, seq.request.request_id
+        seed, request_id, own = self.seed, seq.request.request_id, seq.request.acceptance_rate
         for i in range(num_drafted):
-            if draw(seed, request_id, num_generated + i) >= self.chances[i]:
+            if draw(seed, request_id, num_generated + i) >= (self.chances[i] if own is None else own):
                 return i
         return num_drafted

@@ -1,6 +1,7 @@
 """Speculative decoding: times worked out by hand, Leviathan et al.'s Eq. 1, what does not go with it."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -17,6 +18,7 @@ from sim.options.scenario import Scenario
 from sim.run.prepare import prepare
 from sim.specs.models import load_model
 from sim.systems.base import Policy
+from traces.readers import open_trace
 from traces.request import Request
 
 P0, P1, P2 = engines.PREFILL
@@ -69,6 +71,17 @@ def test_a_step_takes_as_many_tokens_as_eq_1_says() -> None:
     by_place = Acceptance(drafting("spec-tokens=2,synthetic-acceptance-rates=0.8 0.2").chances(), seed=3)  # type: ignore[attr-defined]
     mean = sum(1 + by_place.num_accepted(seq, 3 * i, 2) for i in range(steps)) / steps
     assert mean == pytest.approx(2.0, abs=0.02)
+
+
+def test_a_request_whose_trace_says_its_acceptance_rate_has_that(tmp_path: Path) -> None:
+    """Alone, 40 tokens: one with the prompt, then a token a step at 0, 5 of 4 drafts a step at 1; else the policy's."""
+    path = tmp_path / "t.csv"
+    path.write_text("arrival_s,prompt_tokens,output_tokens,acceptance_rate\n0,12,41,0\n9,12,41,1\n18,12,41,\n")
+    for share, steps in ((1.0, [40, 8, 8]), (0.0, [40, 8, 40])):
+        policy = drafting(f"spec-tokens=4,acceptance-rate={share}")
+        outcome = simulate(policy, list(open_trace(path)), limits(chunked=True))
+        starts = [start_s for plan, start_s, _ in outcome.plans if plan.num_decodes]
+        assert [sum(i * 9 <= start_s < (i + 1) * 9 for start_s in starts) for i in range(3)] == steps
 
 
 def test_what_is_accepted_depends_on_seed_request_and_place_alone() -> None:

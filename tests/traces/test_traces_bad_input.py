@@ -84,6 +84,16 @@ BAD_ROWS = [
     ),
     (OWN_SLOS + "0.0,33,40,tpot:5 tpot:6\n", 2, ["slos", "tpot is given twice"]),
     (JSONL + '{"timestamp": 1, "input_length": 9, "output_length": 2, "slos": 500}\n', 2, ["slos 500", "not text"]),
+    (
+        OWN_SLOS.replace("slos", "acceptance_rate") + "0.0,33,40,0.5\n1.0,33,40,70\n",
+        3,
+        ["acceptance_rate '70'", "not between 0 and 1", "as 0.7"],
+    ),
+    (
+        JSONL + '{"timestamp": 1, "input_length": 9, "output_length": 2, "acceptance_rate": true}\n',
+        2,
+        ["acceptance_rate True", "not a number"],
+    ),
     (NAMED + "0.0,33,40,,16,,1.5\n", 2, ["priority", "'1.5'", "fraction", "whole number"]),
     (
         JSONL + '{"timestamp": 1, "input_length": 9, "output_length": 2, "hash_ids": [1], "output_hash_ids": [2]}\n',

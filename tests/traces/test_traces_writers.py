@@ -36,7 +36,7 @@ def requests(draw):
         output_hashes = tuple(draw(st.integers(-5, 2**63)) for _ in range(more))
         priority = draw(st.just(0) | st.integers(-(2**63), 2**63))
         row = Request(i, time + 0.0, prompt, output, draw(names), hashes, block, output_hashes, priority)
-        stream.append(row._replace(slos=draw(own_slos)))
+        stream.append(row._replace(slos=draw(own_slos), acceptance_rate=draw(st.none() | st.floats(0, 1))))
     return stream
 
 
@@ -73,6 +73,7 @@ def test_mooncakes_jsonl_reads_back(tmp_path):
     assert list(open_trace(path)) == stream
     more = [*stream, Request(2, 2.0, 600, 500, "", (1, 2), 512, (3,), 7), Request(3, 2.0, 5, 5, priority=-1)]
     more.append(Request(4, 2.0, 5, 5, slos=SLOs(ttft_s=0.5, tpot_s=0.0501)))
+    more.append(Request(5, 2.0, 5, 5, acceptance_rate=0.7))
     write_trace(more, path)
     assert list(open_trace(path)) == more
 
