@@ -38,7 +38,7 @@ from sim.run.runs import Run
 from sim.run.simulate import build_run, execute_all
 from sim.run.traffic import traffic
 
-MOST_CLIENTS, MOST_OF_RANKS = 512, 128
+MOST_CLIENTS = 512
 """Rows of more clients are left out: they take minutes each."""
 PERCENTS = {"median": 50, "p99": 99}
 HEAD = ("server", "num_gpus", "layers", "gpu", "weights", "parallelism", "decoding", *METRICS)
@@ -69,9 +69,8 @@ def of_closed_loop(file: Path, part: int, parts: int) -> Iterator[dict[str, str]
     """Rows of `vllm_closed_loop.py`, each setting once."""
     with TemporaryDirectory() as folder:
         for name, asked in closed_loop.SERVED.items():
-            most = MOST_OF_RANKS if asked.ranks else MOST_CLIENTS
             served = closed_loop.with_graphs(asked, Path(folder))
-            rows = {row.name: row for row in closed_loop.read(file, served) if row.concurrency <= most}
+            rows = {row.name: row for row in closed_loop.read(file, served) if row.concurrency <= MOST_CLIENTS}
             for row in list(rows.values())[part::parts]:
                 run = closed_loop.replay(row, served)
                 log = run.log

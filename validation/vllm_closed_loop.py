@@ -117,7 +117,8 @@ class Served:
         asynchronous: whether vLLM schedules ahead.
         graphs_of: what iterations its CUDA graphs are of, where they are not of all.
         options_of: those that differ by row.
-        ranks: whether each GPU is a data-parallel rank, with experts over all of them.
+        layout: `group`: tensor-parallel, experts too; `experts`: the same with whole experts on each GPU
+            (`--enable-expert-parallel`); `ranks`: each GPU is a data-parallel rank, with whole experts.
     """
 
     columns: dict[str, str]
@@ -126,7 +127,7 @@ class Served:
     asynchronous: bool = True
     options_of: Callable[[Row], dict[str, Any]] = _nothing
     graphs_of: str = "all"
-    ranks: bool = False
+    layout: str = "group"
 
 
 def _llama_70b(system: str, max_num_seqs: int | None = None, precision: str = "fp8") -> Served:
@@ -166,13 +167,13 @@ def _kimi(system: str) -> Served:
 
 
 def _minimax(system: str, version: str, precision: str = "fp8", **options: str | float) -> Served:
-    """Experts split over the group, not parallel; `minimaxm2.5_fp8_h200.sh`, `..._b200.sh` and `..._fp4_b200.sh` of
-    spring 2026, FP4 with NVIDIA's checkpoint, whose experts alone are in NVFP4.
+    """`minimaxm2.5_fp8_h100.sh`, `..._h200.sh`, `..._b200.sh` and `..._fp4_b200.sh` of spring 2026, FP4 with NVIDIA's
+    checkpoint, whose experts alone are in NVFP4.
 
     The first ones left the prefix cache on, in which a warm-up left one of the prompts.
     """
     columns = {"model_path": "MiniMaxAI/MiniMax-M2.5", "system": system, "precision": precision}
-    columns |= {"backend_version": version, "moe_ep_size": "1"}
+    columns |= {"backend_version": version}
     model = {"fp8": "minimax-m2.5", "fp4": "minimax-m2.5-nvfp4"}[precision]
     if not system.startswith("h"):
         options["max_cudagraph_capture_size"] = 2048
@@ -204,17 +205,8 @@ SERVED = {
     "gpt-oss-120b-h100": _gpt_oss("h100_sxm"),
     "gpt-oss-120b-h200": _gpt_oss("h200_sxm"),
     "gpt-oss-120b-b200": _gpt_oss_b200(),
-    # vLLM 0.18, experts parallel: `minimaxm2.5_fp8_h100.sh` and `..._h200.sh` of spring 2026.
-    "minimax-m2.5-h100": Served(
-        {"model_path": "MiniMaxAI/MiniMax-M2.5", "system": "h100_sxm", "precision": "fp8", "backend_version": "0.18.0"},
-        INFERENCEMAX,
-        {"model": "minimax-m2.5", "max_num_seqs": 256, "enable_prefix_caching": False},
-    ),
-    "minimax-m2.5-h200": Served(
-        {"model_path": "MiniMaxAI/MiniMax-M2.5", "system": "h200_sxm", "precision": "fp8", "backend_version": "0.18.0"},
-        INFERENCEMAX,
-        {"model": "minimax-m2.5", "gpu_memory_utilization": 0.95, "enable_prefix_caching": False},
-    ),
+    "minimax-m2.5-h100": replace(_minimax("h100_sxm", "0.18.0", max_num_seqs=256), layout="experts"),
+    "minimax-m2.5-h200": _minimax("h200_sxm", "0.18.0", gpu_memory_utilization=0.95),
     "minimax-m2.5-h200-vllm-0.16": _minimax("h200_sxm", "0.16.0", gpu_memory_utilization=0.95),
     "minimax-m2.5-b200-vllm-0.17": _minimax("b200_sxm", "0.17.0", gpu_memory_utilization=0.95, block_size=32),
     "minimax-m2.5-b200-vllm-0.19": replace(
@@ -227,13 +219,16 @@ SERVED = {
     "minimax-m2.5-b300-nvfp4": replace(_minimax("b300_sxm", "0.19.0", "fp4"), options_of=_two_prompts),
     "kimi-k2.5-h200": _kimi("h200_sxm"),
 }
-WITH_RANKS = ("minimax-m2.5-h100", "minimax-m2.5-b200-vllm-0.19", "minimax-m2.5-b300-vllm-0.19")
-WITH_RANKS += ("minimax-m2.5-b200-nvfp4", "minimax-m2.5-b300-nvfp4")
-# With `DP_ATTENTION=true` the same scripts have `--data-parallel-size=$TP --enable-expert-parallel` and no tensor
-# parallelism. The file's `tp_size` is that $TP (its `batch_size` is the clients over it), and so is the number of GPUs.
-for _name in WITH_RANKS:
-    _columns = {column: word for column, word in SERVED[_name].columns.items() if column != "moe_ep_size"}
-    SERVED[f"{_name}-ranks"] = replace(SERVED[_name], ranks=True, columns=_columns)
+# Rows whose `attention_dp_size` is above 1 were asked for with `DP_ATTENTION=true`. Scripts of FP4 have a branch for
+# it, `--data-parallel-size=$TP --enable-expert-parallel` without tensor parallelism. Those of FP8 never had one, and
+# take `--enable-expert-parallel` alone: their rows are those of whole experts in a group, to 1.5 % in TPOT. The file's
+# `tp_size` is $TP, and so is the number of GPUs.
+SERVED["qwen3-235b-a22b-h200-experts"] = replace(SERVED["qwen3-235b-a22b-h200"], layout="experts")
+for _gpu in ("b200", "b300"):
+    _name = f"minimax-m2.5-{_gpu}-vllm-0.19"
+    SERVED[f"{_name}-experts"] = replace(SERVED[_name], layout="experts")
+    _name = f"minimax-m2.5-{_gpu}-nvfp4"
+    SERVED[f"{_name}-ranks"] = replace(SERVED[_name], layout="ranks")
 
 
 @dataclass(frozen=True)
@@ -265,8 +260,7 @@ def read(path: Path, served: Served) -> list[Row]:
                 round(float(row["silicon_tpot_ms"]), 2),
             )
             for row in csv.DictReader(file)
-            if all(row.get(name, value) == value for name, value in wanted.items())
-            and (_has_ranks(row) if served.ranks else _in_one_group(row))
+            if all(row.get(name, value) == value for name, value in wanted.items()) and OF_LAYOUT[served.layout](row)
         }
     return sorted(found, key=lambda row: (row.tp, row.input_tokens, row.output_tokens, row.concurrency))
 
@@ -276,10 +270,22 @@ def _concurrency(row: dict[str, str]) -> int:
     return int(said[1]) if said else int(float(row["batch_size"]))
 
 
+def _gpus_of_experts(row: dict[str, str]) -> tuple[int, int]:
+    """GPUs that share an expert's width, and that share the experts; 0 where the row does not say."""
+    return int(float(row.get("moe_tp_size") or 0)), int(float(row.get("moe_ep_size") or 0))
+
+
 def _in_one_group(row: dict[str, str]) -> bool:
-    """Whether attention and experts lie on the same GPUs; data-parallel attention has more experts' GPUs."""
-    moe = int(float(row.get("moe_tp_size") or 0)) * int(float(row.get("moe_ep_size") or 0))
-    return moe <= 1 or moe == int(float(row["tp_size"]))
+    width, experts = _gpus_of_experts(row)
+    return experts <= 1 and width in (0, 1, int(float(row["tp_size"])))
+
+
+OF_LAYOUT: dict[str, Callable[[dict[str, str]], bool]] = {
+    "group": _in_one_group,
+    "experts": lambda row: _gpus_of_experts(row)[1] > 1,
+    "ranks": lambda row: float(row.get("attention_dp_size") or 1) > 1,
+}
+"""Whether a row is of a layout."""
 
 
 def engine_with_graphs_of(graphs_of: str, folder: Path) -> str:
@@ -297,19 +303,15 @@ def with_graphs(served: Served, folder: Path) -> Served:
     return replace(served, options=served.options | {"engine_profile": engine_with_graphs_of(served.graphs_of, folder)})
 
 
-def _has_ranks(row: dict[str, str]) -> bool:
-    return float(row.get("attention_dp_size") or 1) > 1
-
-
 def replay(row: Row, served: Served) -> Run:
     """A row's run, ended."""
     options = {"max_model_len": row.input_tokens + row.output_tokens + 256} | served.options | served.options_of(row)
     scenario = Scenario(
         workload="fixed",
         gpu=served.columns["system"].removesuffix("_sxm"),
-        tp=1 if served.ranks else row.tp,
-        data_parallel_size=row.tp if served.ranks else None,
-        enable_expert_parallel=served.ranks,
+        tp=1 if served.layout == "ranks" else row.tp,
+        data_parallel_size=row.tp if served.layout == "ranks" else None,
+        enable_expert_parallel=served.layout != "group",
         max_concurrency=row.concurrency,
         **options,
     )

@@ -5,7 +5,8 @@ measured, a column a metric, beside what the server was like. None of them was f
 the run in as much of `Kind` as they can be, from the left, and are of `LEAST` configurations at least: servers of a
 model in a format, of an engine's release, on so many GPUs. Each counts as one, however many rows it has: rows of one
 configuration err together. The interval is the simulated value over and times a factor, within which `SHARE` of these
-rows lie, the run counted as one more configuration that lies outside (split conformal prediction by groups).
+rows lie, the run counted as one more configuration that lies outside (split conformal prediction by groups). Where
+these rows are of several kinds in what comes next, `SHARE` of each kind's lie within it, too.
 `validation/accuracy_coverage.py` leaves out configuration by configuration, and counts.
 """
 
@@ -121,21 +122,32 @@ def nearest_error(rows: Iterable[Row], kind: Kind, metric: str) -> Error | None:
     """The error of the rows that are most like `kind`; None where fewer than `LEAST` are at all."""
     known = [row for row in rows if metric in row.ratios]
     for depth in range(len(kind), 0, -1):
-        groups: dict[tuple[str, int], list[float]] = defaultdict(list)
-        for row in known:
-            if row.kind[:depth] == kind[:depth]:
-                groups[row.configuration].append(log(row.ratios[metric]))
-        if len(groups) >= LEAST:
-            found = list(groups.values())
-            return Error(
-                # One more configuration, the run's own, might be off by anything.
-                exp(_quantile([*([abs(one) for one in logs] for logs in found), [inf]], SHARE)),
-                exp(_quantile(found, 0.5)),
-                sum(map(len, found)),
-                len(found),
-                ", ".join(kind[:depth]),
-            )
+        like = [row for row in known if row.kind[:depth] == kind[:depth]]
+        found = _logs(like, metric)
+        if len(found) >= LEAST:
+            # One more configuration, the run's own, might be off by anything.
+            off, alike = _quantile([*map(_sizes, found), [inf]], SHARE), ", ".join(kind[:depth])
+            # The run may be as any of the kinds are that these rows are of.
+            for one in sorted({row.kind[depth] for row in like} if depth < len(kind) else ()):
+                of_one = _quantile(
+                    [*map(_sizes, _logs((row for row in like if row.kind[depth] == one), metric))], SHARE
+                )
+                if of_one > off:
+                    off, alike = of_one, f"{', '.join(kind[:depth])}; as far off as {one}"
+            return Error(exp(off), exp(_quantile(found, 0.5)), len(like), len(found), alike)
     return None
+
+
+def _logs(rows: Iterable[Row], metric: str) -> list[list[float]]:
+    """Logarithms of simulated over measured, by configuration."""
+    groups: dict[tuple[str, int], list[float]] = defaultdict(list)
+    for row in rows:
+        groups[row.configuration].append(log(row.ratios[metric]))
+    return list(groups.values())
+
+
+def _sizes(logs: list[float]) -> list[float]:
+    return [abs(one) for one in logs]
 
 
 def _quantile(groups: Sequence[Sequence[float]], share: float) -> float:
