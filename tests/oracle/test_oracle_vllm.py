@@ -1,6 +1,6 @@
 """vLLM 0.5.5's own scheduler, decision for decision.
 
-`cases/` holds its answers on workloads made to be nasty (`make_cases.py`, `vllm055_oracle.py`); two more lie in the
+`cases/` holds workloads made to be nasty, what each covers, and its answers (`vllm055_oracle.py`); two more lie in the
 folder `../shared/oracle` of some checkouts. Where vLLM aborts for lack of swap space, the decisions until then count.
 """
 

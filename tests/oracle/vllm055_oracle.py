@@ -8,6 +8,7 @@ Setup, in a virtual environment of its own (Python 3.11)::
     pip install "torch>=2.6" msgspec transformers psutil cloudpickle pyzmq gguf "numpy<2"
     pip install --no-deps vllm==0.5.5
     python vllm055_oracle.py workload.csv --blocks 64 --mode swap --cpu-blocks 256 --out answer.json.gz
+    python vllm055_oracle.py --again cases/*.json.gz      # stored cases, each by its own workload and options
 
 The workload is a CSV with the columns ``arrival_s, prompt_tokens, output_tokens``, sorted by arrival.
 
@@ -25,7 +26,8 @@ An iteration with nothing scheduled and nothing to copy takes no time and is not
 request ignored, the only sequence preempted) the next one follows at once, as in the engine's loop; if not, the clock
 jumps to the next arrival.
 
-The answer (JSON, gzip if the name ends in .gz) holds, besides ``args`` and the ``workload`` rows:
+The answer (JSON, gzip if the name ends in .gz) holds, besides ``args`` and the ``workload`` rows (of a stored case also
+its ``name`` and what it ``covers``):
 
 * ``requests``: columns ``arrival``, ``first`` (end of the iteration that gave the first token), ``finish``,
   ``ignored_at`` (clock at which vLLM dropped the request, possibly after some tokens), null for never, and
@@ -280,12 +282,20 @@ def read_workload(path: Path) -> list[Row]:
         return [(float(r["arrival_s"]), int(r["prompt_tokens"]), int(r["output_tokens"])) for r in rows]
 
 
-def write_answer(answer: dict[str, Any], path: Path) -> int:
-    """Write an answer, the same bytes for the same answer; return the size of the file."""
+def write_answer(answer: dict[str, Any], path: Path) -> None:
+    """Write an answer, the same bytes for the same answer."""
     data = json.dumps(answer, separators=(",", ":")).encode()
     if path.suffix == ".gz":
         data = gzip.compress(data, compresslevel=9, mtime=0)
-    return path.write_bytes(data)
+    path.write_bytes(data)
+
+
+def ask_again(path: Path) -> None:
+    """Write vLLM's answer for a stored case in its place."""
+    case = json.loads(gzip.decompress(path.read_bytes()))
+    options = Options(**case["args"] | {"cost": tuple(case["args"]["cost"])})
+    rows = [(arrival_s, prompt, output) for arrival_s, prompt, output in case["workload"]]
+    write_answer({"name": case["name"], "covers": case["covers"], **ask(rows, options)}, path)
 
 
 def _cost(text: str) -> tuple[float, ...]:
@@ -296,7 +306,11 @@ def _cost(text: str) -> tuple[float, ...]:
 
 
 def main() -> None:
-    """Answer one workload from the command line."""
+    """Answer one workload from the command line, or stored ones again."""
+    if sys.argv[1:2] == ["--again"]:
+        for path in sys.argv[2:]:
+            ask_again(Path(path))
+        return
     parser = argparse.ArgumentParser(description="vLLM 0.5.5's scheduler over a virtual clock")
     parser.add_argument("workload", type=Path, help="CSV with arrival_s, prompt_tokens, output_tokens")
     parser.add_argument("--blocks", type=int, required=True, help="KV blocks on the GPU")
