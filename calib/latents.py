@@ -116,20 +116,6 @@ def attention_model(num_heads: int, *, fp8: bool) -> ModelSpec:
     )  # fmt: skip
 
 
-def as_other_attention_s(samples: Sequence[LatentSample], profile: Profile, hardware: HardwareSpec) -> Array:
-    """Seconds of every sample, shape (samples,), by a profile without constants of these kernels."""
-    found = []
-    for s in samples:
-        price = RooflineCost(attention_model(s.num_heads, fp8=bool(s.fp8)), hardware, profile, 1)
-        seconds = price.products_s(s.num_tokens) + price.overhead_s
-        if s.phase == "decode":
-            seconds += price.full_s_per_token * s.batch * s.context_tokens + price.kv_padding_s * s.batch
-        else:
-            seconds += price.attention_s_per_pair * s.batch * s.context_tokens * (s.context_tokens + 1) / 2
-        found.append(seconds)
-    return np.array(found)
-
-
 def read_latent_samples(path: Path) -> list[LatentSample]:
     """The samples of a file. UserError for one that holds none."""
     found = read_kernel_samples(path, LatentSample, "latent attention")

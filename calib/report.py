@@ -12,11 +12,9 @@ from calib.holdout import (
     is_decode,
     is_mixed,
     is_scored_prefill,
-    leave_one_model_out,
     mean,
     mean_holdout,
 )
-from calib.roofline import FORMS
 
 SCALES = (("FLOP/s", 1e12, "TFLOP/s"), ("B/s", 1e9, "GB/s"), ("s", 1e-6, "us"))
 """Units as people read them: SI unit, size of the readable one, its name."""
@@ -116,16 +114,3 @@ def papers_table(report: FitReport) -> str:
         row = (found.equation, found.form, found.constant, value, interval, percent(found.mape), str(found.count))
         rows.append(row)
     return table(("equation", "form", "constant", "value", "95 % interval", "error", "samples"), rows)
-
-
-def forms_table(reports: Sequence[FitReport]) -> str:
-    """What each term of the roofline is worth: held-out errors (prefill / decode) with it left out, without factors."""
-    reports = [report for report in reports if report.by_model]
-    rows = []
-    for form, about in FORMS.items():
-        cells = [f"{form}: {about}"]
-        for report in reports:
-            held_out = mean_holdout(leave_one_model_out(report.samples, report.terms, report.measured_s, form))
-            cells.append(f"{percent(held_out.prefill)} / {percent(held_out.decode)}")
-        rows.append(cells)
-    return table(("form", *(report.profile.gpu for report in reports)), rows)

@@ -17,20 +17,25 @@ import numpy as np
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
+from experts_report import error, experts_table, signed  # noqa: E402
+
 from calib.cli import DATA  # noqa: E402
 from calib.experts import EXPERT_DATA, fit_experts, read_expert_samples  # noqa: E402
-from calib.experts_report import error, experts_table, signed  # noqa: E402
 from calib.factors import LEANS  # noqa: E402
 from calib.figure import draw_fit  # noqa: E402
 from calib.fit import FitReport, fit_profile  # noqa: E402
 from calib.gdn import GDN_DATA, fit_gdn, read_gdn_samples  # noqa: E402
-from calib.latents import LATENT_DATA, as_other_attention_s, fit_latents, read_latent_samples  # noqa: E402
+from calib.holdout import leave_one_model_out, mean_holdout  # noqa: E402
+from calib.latents import LATENT_DATA, LatentSample, attention_model, fit_latents, read_latent_samples  # noqa: E402
 from calib.papers import PaperConstant  # noqa: E402
-from calib.report import forms_table, percent, readable, table  # noqa: E402
+from calib.report import percent, readable, table  # noqa: E402
+from calib.robust import Array  # noqa: E402
+from calib.roofline import FORMS  # noqa: E402
 from calib.samples import read_samples  # noqa: E402
 from sim.cost.profile import LATENT_UNITS, Profile, load_profile, product_name  # noqa: E402
+from sim.cost.roofline import RooflineCost  # noqa: E402
 from sim.results.figures.style import save_figure  # noqa: E402
-from sim.specs.hardware import load_hardware  # noqa: E402
+from sim.specs.hardware import HardwareSpec, load_hardware  # noqa: E402
 from sim.specs.quantization import PRODUCT_FORMATS  # noqa: E402
 
 PAGES = tuple(ROOT / "docs" / name for name in ("calibration.md", "calibration-tables.md"))
@@ -172,6 +177,20 @@ def experts() -> str:
     return experts_table(found)
 
 
+def as_other_attention_s(samples: Sequence[LatentSample], profile: Profile, hardware: HardwareSpec) -> Array:
+    """Seconds of every sample, shape (samples,), by a profile without constants of these kernels."""
+    found = []
+    for s in samples:
+        price = RooflineCost(attention_model(s.num_heads, fp8=bool(s.fp8)), hardware, profile, 1)
+        seconds = price.products_s(s.num_tokens) + price.overhead_s
+        if s.phase == "decode":
+            seconds += price.full_s_per_token * s.batch * s.context_tokens + price.kv_padding_s * s.batch
+        else:
+            seconds += price.attention_s_per_pair * s.batch * s.context_tokens * (s.context_tokens + 1) / 2
+        found.append(seconds)
+    return np.array(found)
+
+
 def latents() -> str:
     """Kernels of latent attention: their price as other attention, and by constants of their own."""
     rows = []
@@ -212,6 +231,19 @@ def gdn() -> str:
             cells = percent(error(fit.own[chosen])), f"**{percent(error(fit.unseen[chosen]))}**"
             rows.append((f"{profile.gpu}, {phase}", f"{chosen.sum():,}", *cells, " / ".join(map(signed, of_heads))))
     return table(("GPU, phase", "samples", "fitted", "left out", "left out, 2 / 8 / 32 / 64 heads"), rows)
+
+
+def forms_table(reports: Sequence[FitReport]) -> str:
+    """What each term of the roofline is worth: held-out errors (prefill / decode) with it left out, without factors."""
+    reports = [report for report in reports if report.by_model]
+    rows = []
+    for form, about in FORMS.items():
+        cells = [f"{form}: {about}"]
+        for report in reports:
+            held_out = mean_holdout(leave_one_model_out(report.samples, report.terms, report.measured_s, form))
+            cells.append(f"{percent(held_out.prefill)} / {percent(held_out.decode)}")
+        rows.append(cells)
+    return table(("form", *(report.profile.gpu for report in reports)), rows)
 
 
 FITTED: dict[str, Callable[[Sequence[FitReport]], str]] = {"forms": forms_table, "papers": papers, "regions": regions}

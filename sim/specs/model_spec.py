@@ -138,13 +138,6 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         """Layers that attend; the others keep a state."""
         return self.num_layers - (self.gdn.num_layers if self.gdn else 0)
 
-    def state_bytes(self, tp: int = 1) -> float:
-        """Bytes per GPU of one sequence's states in all layers that keep one, whatever its length; pages not padded."""
-        if self.gdn is None:
-            return 0.0
-        self.check_tp(tp)
-        return self.gdn.num_layers * self.gdn.page_bytes(self.dtype_bytes, tp)
-
     @property
     def fp8_kv(self) -> bool:
         """Whether KV is stored in eight bits and with no scales to speak of."""

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from calib_small import REFITTED
+from experts_report import as_dense_s, error, experts_table, signed, simulated_s
 from msgspec import structs
 
 from calib.experts import (
@@ -17,7 +18,6 @@ from calib.experts import (
     predict_expert_s,
     read_expert_samples,
 )
-from calib.experts_report import as_dense_s, error, experts_table, signed, simulated_s
 from calib.importers.aiconfigurator_experts import _ExpertsMet, import_experts
 from calib.kernel_samples import write_kernel_samples
 from calib.samples import samples_sha256

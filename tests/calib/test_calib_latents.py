@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from calibration_tables import as_other_attention_s
 from msgspec import structs
 
 from calib.importers.aiconfigurator_latents import import_latents
@@ -11,7 +12,6 @@ from calib.latents import (
     KVPrice,
     LatentSample,
     LatentTerms,
-    as_other_attention_s,
     attention_model,
     fit_latents,
     predict_latent_s,

@@ -282,8 +282,8 @@ def test_layers_that_keep_a_state_by_hand(tmp_path):
     assert model.weight_bytes() == 2 * model.num_params
     assert (model.num_attention_layers, model.num_stored_layers, model.kv_bytes_per_token()) == (1, 1, 2 * 2 * 16 * 2)
     # A state of four bytes an element, and three inputs of the convolution of two.
-    assert model.state_bytes() == 4 * 8 * 8 * 4 + 3 * 64 * 2
-    assert model.state_bytes(2) == model.state_bytes() / 2
+    assert model.gdn and model.gdn.page_bytes(2) == 4 * 8 * 8 * 4 + 3 * 64 * 2
+    assert model.gdn.page_bytes(2, tp=2) == model.gdn.page_bytes(2) / 2
     products = 3 * 64 * 8 * 16 + 2 * 64 * 2 * 16 + 64 * (64 + 32 + 8 + 32) + 2 * 3 * 64 * 96
     assert model.linear_flops_per_token == 2 * products
     assert model.attention_flops_per_token_pair == 4 * 8 * 16
