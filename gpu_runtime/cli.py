@@ -161,9 +161,14 @@ def _fitted(scenario: Scenario, policy: Policy, options: "LiveOptions", decoder:
     """
     from gpu_runtime.live import check_lengths  # noqa: PLC0415 - torch is slow to import
     from gpu_runtime.machine.live_memory import fit_to_machine  # noqa: PLC0415
-    from gpu_runtime.machine.scheduling import scheduled  # noqa: PLC0415
+    from gpu_runtime.machine.scheduling import moves, scheduled  # noqa: PLC0415
     from sim.run.prepare import prepare  # noqa: PLC0415
 
+    if scenario.tp > 1 and (reason := moves(scenario, policy)):
+        raise UserError(
+            f"--tp {scenario.tp}: {policy.name} has {reason}, and copies of KV end at other times on other ranks: "
+            "leave --tp out, or simulate"
+        )
     scenario, policy = scheduled(scenario, policy, options.device)
     fitting = fit_to_machine(scenario, policy, options.device, decoder)
     check_lengths(prepare(fitting, policy.name, policy), decoder.config)
@@ -246,10 +251,10 @@ def name_gpu(arguments: argparse.Namespace, device: str) -> None:
 def decoder_for(scenario: Scenario, options: "LiveOptions") -> "tuple[Scenario, Decoder]":
     """The weights, and the scenario with the dtype they are in and our own engine's costs."""
     from gpu_runtime.kv.stored import stored_dtype  # noqa: PLC0415 - torch is slow to import
-    from gpu_runtime.live import DTYPES, default_dtype, load_decoder  # noqa: PLC0415
+    from gpu_runtime.live import DTYPES, check_gpus, default_dtype, load_decoder  # noqa: PLC0415
+    from gpu_runtime.other_rank import serve_others  # noqa: PLC0415
+    from gpu_runtime.ranks import FirstGroup  # noqa: PLC0415
 
-    if scenario.tp != 1:
-        raise UserError(f"--tp: {scenario.tp} GPUs; the live runtime serves from one: simulate tensor parallelism")
     if scenario.pipeline_parallel_size not in (None, 1):
         raise UserError(
             f"--pipeline-parallel-size: {scenario.pipeline_parallel_size} stages; the live runtime has one: simulate"
@@ -272,4 +277,10 @@ def decoder_for(scenario: Scenario, options: "LiveOptions") -> "tuple[Scenario, 
         scenario = replace(scenario, dtype=default_dtype(options.device))
     stored_dtype(scenario.kv_cache_dtype, DTYPES[scenario.dtype], options.device)
     scenario = of_our_engine(scenario)
-    return scenario, load_decoder(scenario.model, scenario.dtype, options)
+    if scenario.tp == 1:
+        return scenario, load_decoder(scenario.model, scenario.dtype, options)
+    check_gpus(scenario.tp, options.device)
+    group = FirstGroup(scenario, options, serve_others)
+    with group.together():
+        decoder = load_decoder(scenario.model, scenario.dtype, options, group)
+    return scenario, decoder

@@ -71,7 +71,9 @@ class Computation:
             self._compute(plan, plan.chunks, decodes)
         except torch.OutOfMemoryError:
             # The error keeps the frames, and with them the tensors that filled the memory: leave it first.
-            pass
+            if self._memory.decoder.group is not None:
+                # Other ranks may have had enough, and would not compute in parts.
+                raise
         else:
             return
         parts: list[tuple[abc.Sequence[PrefillChunk], abc.Sequence[Decode]]] = [((chunk,), ()) for chunk in plan.chunks]

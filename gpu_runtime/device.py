@@ -81,6 +81,8 @@ class TorchDevice:
         self._stays_awake = stays_awake
         self._woken = Event()
         self._begun_s = perf_counter()
+        self._progress = 0
+        """Tokens and their ids added up, which on all ranks of a group are the same."""
 
     # -- the clock -----------------------------------------------------------------------------------------------
 
@@ -90,11 +92,18 @@ class TorchDevice:
         self._begun_s = perf_counter()
 
     def now_s(self) -> float:
+        group = self.decoder.group
+        return self._own_s() if group is None else group.shared_s(self._own_s(), self._progress)
+
+    def _own_s(self) -> float:
         return perf_counter() - self._begun_s
 
     def wait(self, until_s: float) -> None:
+        if self.decoder.group is not None and self.decoder.group.rank > 0:
+            # The first rank waits, and they for its next time.
+            return
         while True:
-            left_s = until_s - self.now_s()
+            left_s = until_s - self._own_s()
             if left_s <= 0 or self._transfers.any_ended:
                 return
             # Copies end without a signal: look again soon while there are any. Awake this thread would hardly let go of
@@ -188,8 +197,9 @@ class TorchDevice:
                 # It has ended since: no client waits for the token.
                 continue
             self.tokens.append(seq, token)
+            self._progress += token + 1
             if is_computed and self.on_token is not None:
-                self.on_token(seq, token, self.now_s())
+                self.on_token(seq, token, self._own_s())
         return self.now_s()
 
     def _restore(self, copy: StateRestore) -> None:

@@ -2,7 +2,7 @@
 
 import signal
 from collections.abc import Iterable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -23,6 +23,7 @@ from gpu_runtime.model.capture_sizes import capture_sizes
 from gpu_runtime.model.config import DecoderConfig
 from gpu_runtime.model.decoder import Decoder
 from gpu_runtime.model.flashinfer_kernels import build_kernels
+from gpu_runtime.ranks import Group
 from gpu_runtime.tokens.trace_prompts import TracePrompts
 from sim.cost.pricing import Lanes
 from sim.engine.plan import IterationPlan, StepTimes
@@ -77,6 +78,12 @@ def check_device(device: str) -> None:
         ) from error
 
 
+def check_gpus(tp: int, device: str) -> None:
+    """UserError unless each of `tp` ranks has a GPU of its own; on a CPU they share it."""
+    if device == "cuda" and torch.cuda.device_count() < tp:
+        raise UserError(f"--tp {tp}: {torch.cuda.device_count()} CUDA devices are here: give as many at most")
+
+
 def default_dtype(device: str) -> str:
     """What `--dtype auto` computes in, a key of `DTYPES`."""
     if device == "cpu":
@@ -85,12 +92,13 @@ def default_dtype(device: str) -> str:
     return "bfloat16" if torch.cuda.get_device_capability()[0] >= 8 else "float16"
 
 
-def load_decoder(model: str, dtype: str, options: LiveOptions) -> Decoder:
+def load_decoder(model: str, dtype: str, options: LiveOptions, group: Group | None = None) -> Decoder:
     """The model with its weights on the device.
 
     Args:
         model: built-in name or config.json, used unless `options.weights` names a checkpoint.
         dtype: a key of `DTYPES`.
+        group: load what this rank has of it.
 
     Raises:
         UserError: a model that the runtime does not compute, or whose weights do not fit; a backend that cannot.
@@ -101,16 +109,18 @@ def load_decoder(model: str, dtype: str, options: LiveOptions) -> Decoder:
     check_backend(options.attention_backend, options.device, DTYPES[dtype], config)
     if config.experts is not None and options.device != "cpu":
         raise UserError(f"{config.name}: experts are computed with --device cpu alone yet: use a dense model")
-    check_weights(config, DTYPES[dtype], options.device)
+    check_weights(config if group is None else config.part(group.size), DTYPES[dtype], options.device)
     if options.device == "cuda":
         activate_flash(torch.device(options.device))
-    if options.device == "cpu":
+    if options.device == "cpu" and group is None:
         use_fastest_threads(config, DTYPES[dtype])
     if options.weights is not None:
-        decoder = Decoder.from_safetensors(options.weights, options.device, DTYPES[dtype])
+        decoder = Decoder.from_safetensors(options.weights, options.device, DTYPES[dtype], group)
     else:
-        decoder = Decoder.random(config, device=options.device, dtype=DTYPES[dtype], seed=options.seed)
-    decoder.compute_with(build_kernels(options.attention_backend, config.num_heads, decoder.dtype, decoder.device))
+        decoder = Decoder.random(config, device=options.device, dtype=DTYPES[dtype], seed=options.seed, group=group)
+    decoder.compute_with(
+        build_kernels(options.attention_backend, decoder.config.num_heads, decoder.dtype, decoder.device)
+    )
     return decoder
 
 
@@ -184,7 +194,10 @@ def perform(
     decoder: Decoder,
     options: LiveOptions,
 ) -> Run:
-    """Serve the requests as they arrive, in real time; an interrupt ends the run and keeps what is finished."""
+    """Serve the requests as they arrive, in real time; an interrupt ends the run and keeps what is finished.
+
+    Other ranks of the decoder's group serve them with it, and end with an interrupt.
+    """
     parts = build_engine(setup, table, keep)
     device = build_device(parts.scheduler, decoder, options, setup.scenario.kv_cache_dtype)
     profiler = Profiler(device.memory.device) if keep.timeline else None
@@ -195,8 +208,9 @@ def perform(
     ended = arrivals.ended if arrivals.hears_ends else None
     instance = LiveInstance(parts.engine, device, arrivals, observer=observe, ended=ended)
     run = Run(engines=[parts], instances=[instance], backend="kvtwin-live", machine=describe_machine(decoder))
+    group = decoder.group
     try:
-        with torch.inference_mode():
+        with torch.inference_mode(), nullcontext() if group is None else group.serving(setup):
             with telling_shortage():
                 device.warm_up()
             if profiler is None:
@@ -209,6 +223,8 @@ def perform(
     except KeyboardInterrupt:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         run.interrupted = True
+        if group is not None:
+            group.close()
     except TraceError as error:
         run.error = str(error)
     finally:

@@ -12,7 +12,9 @@ from sim.run.prepare import prepare
 from sim.run.runs import Recording, build_engine
 from sim.systems.base import Policy
 
-PLAIN = {"batching": "unified", "eviction": "recompute", "stage": "direct"}
+AHEAD = "unified"
+"""The batching that can be scheduled ahead."""
+PLAIN = {"eviction": "recompute", "stage": "direct"}
 """Parts whose plans move nothing between GPU and host."""
 
 
@@ -28,7 +30,8 @@ def scheduled(scenario: Scenario, policy: Policy, device: str) -> tuple[Scenario
     asked = policy.async_scheduling_asked
     if asked is False:
         return scenario, policy
-    reason = _cannot(scenario, policy)
+    batching = policy.names["batching"]
+    reason = moves(scenario, policy) if batching == AHEAD else f"batching={batching}"
     if asked and reason:
         raise UserError(f"--async-scheduling: {policy.name} has {reason}, and a device cannot be scheduled ahead then")
     engine = scenario.engine_profile
@@ -39,8 +42,8 @@ def scheduled(scenario: Scenario, policy: Policy, device: str) -> tuple[Scenario
     return scenario, policy.with_async_scheduling(ahead)
 
 
-def _cannot(scenario: Scenario, policy: Policy) -> str:
-    """Why iterations cannot be launched before the tokens of those before are known; empty where they can."""
+def moves(scenario: Scenario, policy: Policy) -> str:
+    """What moves KV between GPU and host, or may, in words; empty where nothing does."""
     names = policy.names
     for kind, name in PLAIN.items():
         if names[kind] != name:

@@ -92,6 +92,26 @@ class DecoderConfig(msgspec.Struct, frozen=True, kw_only=True):
         layer += self.qkv_bias * (q + 2 * kv) + self.qk_norm * 2 * self.head_dim
         return self.num_layers * layer + h + self.vocab_size * h * (1 if self.tie_word_embeddings else 2)
 
+    def part(self, size: int) -> "DecoderConfig":
+        """What each of `size` ranks computes of a layer.
+
+        Raises:
+            UserError: heads or widths that they cannot share evenly.
+        """
+        experts, width = self.experts, self.intermediate_size
+        counts = {"attention heads": self.num_heads, "KV heads": self.num_kv_heads}
+        counts |= {"MLP columns": width} if experts is None else {"columns of an expert": experts.width}
+        for name, count in counts.items():
+            if count % size:
+                raise UserError(f"--tp {size}: does not divide the {count} {name} of {self.name}: give another")
+        return msgspec.structs.replace(
+            self,
+            num_heads=self.num_heads // size,
+            num_kv_heads=self.num_kv_heads // size,
+            intermediate_size=width // size if experts is None else width,
+            experts=experts and msgspec.structs.replace(experts, width=experts.width // size),
+        )
+
     @classmethod
     def from_hf(cls, config: Path | str | dict[str, Any]) -> "DecoderConfig":
         """The model that a Hugging Face config describes.

@@ -16,13 +16,19 @@ from gpu_runtime.model.experts import mix_experts
 from gpu_runtime.model.kernels import Kernels
 from gpu_runtime.model.rotary import RotaryEmbedding
 from gpu_runtime.model.weights import EndWeights, LayerWeights, RandomWeights
+from gpu_runtime.ranks import Group
 
 
 class DecoderLayer:
-    """One layer: attention over the pool, then the MLP, each added to what it read."""
+    """One layer: attention over the pool, then the MLP, each added to what it read.
 
-    def __init__(self, config: DecoderConfig, weights: LayerWeights, rotary: RotaryEmbedding) -> None:
-        self._config = config
+    Of several ranks (`group`) each has its part, and both are summed over all before they are added.
+    """
+
+    def __init__(
+        self, config: DecoderConfig, weights: LayerWeights, rotary: RotaryEmbedding, group: Group | None = None
+    ) -> None:
+        self._config, self._group = config, group
         self.weights = weights
         self._rotary = rotary
         self.kernels = Kernels()
@@ -41,11 +47,14 @@ class DecoderLayer:
         attended = kernels.attend(query, pool, layer_index, batch, (key, value))
         if keeps_input and kernels.overwrites:
             hidden = hidden.clone()
-        update = linear(attended.flatten(1), w.output)
+        update = self._sum(linear(attended.flatten(1), w.output))
         hidden, normed = kernels.add_rms_norm(hidden, update, w.post_norm, c.rms_norm_eps)
         if c.experts is not None:
-            return hidden + mix_experts(normed, w, c.experts, kernels.silu_and_mul)
-        return hidden + linear(kernels.silu_and_mul(linear(normed, w.gate_up)), w.down)
+            return hidden + self._sum(mix_experts(normed, w, c.experts, kernels.silu_and_mul))
+        return hidden + self._sum(linear(kernels.silu_and_mul(linear(normed, w.gate_up)), w.down))
+
+    def _sum(self, update: Tensor) -> Tensor:
+        return update if self._group is None else self._group.sum(update)
 
     def restore_kv(self, hidden: Tensor, batch: AttentionBatch, pool: KVPool, layer_index: int) -> None:
         """Write the KV of all N tokens from the layer's saved inputs [N, h]: no attention, no MLP.
@@ -62,13 +71,17 @@ class DecoderLayer:
 class Decoder:
     """Embedding, layers and head. `config` describes what is held: `num_layers` are those built."""
 
-    def __init__(self, config: DecoderConfig, layers: list[LayerWeights], ends: EndWeights | None) -> None:
+    def __init__(
+        self, config: DecoderConfig, layers: list[LayerWeights], ends: EndWeights | None, group: Group | None = None
+    ) -> None:
+        """Of one rank of a `group` config and weights are its part."""
+        self.group = group
         device = layers[0].qkv.device
         self.config = msgspec.structs.replace(config, num_layers=len(layers), windows=config.windows[: len(layers)])
         self.device = device
         self.dtype = layers[0].qkv.dtype
         rotary = RotaryEmbedding(config, device)
-        self.layers = [DecoderLayer(config, weights, rotary) for weights in layers]
+        self.layers = [DecoderLayer(config, weights, rotary, group) for weights in layers]
         self._ends = ends
         self.kernels = Kernels()
 
@@ -87,6 +100,7 @@ class Decoder:
         seed: int,
         num_layers: int | None = None,
         with_head: bool = True,
+        group: Group | None = None,
     ) -> "Decoder":
         """Seeded random weights, generated on the device.
 
@@ -97,21 +111,44 @@ class Decoder:
             seed: of the weights; the same on the same kind of device gives the same decoder.
             num_layers: build only the first layers.
             with_head: build embedding, final norm and head; without them only layers can be run.
+            group: keep this rank's part.
         """
         weights = RandomWeights(config, device, dtype, seed)
-        layers = [weights.layer(index) for index in range(num_layers or config.num_layers)]
-        return cls(config, layers, weights.ends() if with_head else None)
+        return cls._of(config, weights, num_layers or config.num_layers, with_head=with_head, group=group)
 
     @classmethod
-    def from_safetensors(cls, folder: Path | str, device: torch.device | str, dtype: torch.dtype) -> "Decoder":
+    def from_safetensors(
+        cls, folder: Path | str, device: torch.device | str, dtype: torch.dtype, group: Group | None = None
+    ) -> "Decoder":
         """A Hugging Face checkpoint: `config.json` and `*.safetensors` of one folder, converted to `dtype`.
+
+        Of one rank of a `group` its part.
 
         Raises:
             UserError: a config that the runtime does not compute; a tensor missing, misshapen, quantised or unknown.
         """
         config = DecoderConfig.from_hf(folder)
         checkpoint = Checkpoint(Path(folder), config, device, dtype)
-        return cls(config, [checkpoint.layer(index) for index in range(config.num_layers)], checkpoint.ends())
+        return cls._of(config, checkpoint, config.num_layers, with_head=True, group=group)
+
+    @classmethod
+    def _of(
+        cls,
+        config: DecoderConfig,
+        weights: RandomWeights | Checkpoint,
+        num_layers: int,
+        *,
+        with_head: bool,
+        group: Group | None,
+    ) -> "Decoder":
+        """Layer by layer, so that of a rank no more than one is ever whole."""
+        layers = map(weights.layer, range(num_layers))
+        ends = weights.ends() if with_head else None
+        if group is None:
+            return cls(config, list(layers), ends)
+        part = config.part(group.size)
+        mine = [layer.part(config, group.rank, group.size) for layer in layers]
+        return cls(part, mine, ends and ends.part(group.rank, group.size), group)
 
     @property
     def ends(self) -> EndWeights:
@@ -159,7 +196,8 @@ class Decoder:
     def logits(self, hidden: Tensor) -> Tensor:
         """[rows, V] of the last layer's outputs [rows, h]."""
         normed = self.kernels.rms_norm(hidden, self.ends.final_norm, self.config.rms_norm_eps)
-        return linear(normed, self.ends.head)
+        logits = linear(normed, self.ends.head)
+        return logits if self.group is None else self.group.gather(logits)[:, : self.config.vocab_size]
 
 
 def greedy(logits: Tensor) -> Tensor:

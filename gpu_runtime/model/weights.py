@@ -1,9 +1,11 @@
 """The weights of a decoder, projections fused as one GEMM computes them; seeded random ones."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from gpu_runtime.model.config import DecoderConfig
 
@@ -36,6 +38,28 @@ class LayerWeights:
     down: Tensor
     router: Tensor | None = None
 
+    def part(self, config: DecoderConfig, rank: int, size: int) -> "LayerWeights":
+        """What one of `size` ranks has of the whole: heads and columns of the MLP, and of what follows these the rows.
+
+        `config` is the whole layer's.
+        """
+        widths = (config.q_size, config.kv_size, config.kv_size)
+
+        def rows(matrix: Tensor, widths: Sequence[int], dim: int) -> Tensor:
+            """Of each of the matrices below one another its part."""
+            parts = [whole.chunk(size, dim)[rank] for whole in matrix.split(list(widths), dim)]
+            return torch.cat(parts, dim)
+
+        columns = self.down.shape[-1]
+        return replace(
+            self,
+            qkv=rows(self.qkv, widths, 0),
+            qkv_bias=None if self.qkv_bias is None else rows(self.qkv_bias, widths, 0),
+            output=rows(self.output, (config.q_size,), 1),
+            gate_up=rows(self.gate_up, (columns, columns), -2),
+            down=rows(self.down, (columns,), -1),
+        )
+
 
 @dataclass(frozen=True, eq=False)
 class EndWeights:
@@ -44,6 +68,12 @@ class EndWeights:
     embedding: Tensor
     final_norm: Tensor
     head: Tensor
+
+    def part(self, rank: int, size: int) -> "EndWeights":
+        """What one of `size` ranks has: a part of the head's rows, as many for all, of which the last may be zeros."""
+        count = -(-len(self.head) // size)
+        mine = self.head[rank * count : (rank + 1) * count]
+        return replace(self, head=pad(mine, (0, 0, 0, count - len(mine))))
 
 
 class RandomWeights:

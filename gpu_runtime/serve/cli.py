@@ -94,6 +94,8 @@ def run_serve(arguments: argparse.Namespace) -> int:
     scenario, policies, folder, outputs = read_options(arguments)
     if len(policies) != 1:
         raise UserError(f"serve takes one --policy, {len(policies)} given")
+    if scenario.tp != 1:
+        raise UserError(f"--tp: {scenario.tp} GPUs; requests over HTTP reach one process: give them to `kvtwin live`")
     live = LiveOptions(arguments.device, arguments.weights, scenario.seed, arguments.attention_backend)
     bound = bind(arguments.host, arguments.port)
     if is_public(bound) and api_key is None:

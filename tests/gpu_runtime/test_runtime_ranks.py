@@ -1,0 +1,164 @@
+"""Tensor parallelism: parts that add up to the whole, and processes that serve as one does."""
+
+import os
+import signal
+from threading import Barrier, Thread
+
+import msgspec
+import pytest
+import torch
+from runtime_small import SMALL, Runner
+
+from gpu_runtime import ranks
+from gpu_runtime.live import LiveOptions, load_decoder, perform
+from gpu_runtime.model.config import Experts
+from gpu_runtime.model.decoder import Decoder
+from gpu_runtime.other_rank import serve_others
+from gpu_runtime.ranks import FirstGroup, Group
+from gpu_runtime.tokens.trace_prompts import TracePrompts
+from kvtwin import main
+from sim.errors import InvariantError, UserError
+from sim.options.policies import parse_policy
+from sim.options.scenario import Scenario
+from sim.run.prepare import prepare
+from sim.run.runs import Recording
+from sim.run.traffic import requests_of
+
+
+class Threads:
+    """In the place of `Group`, one for each rank: threads of one process, which put their parts in one list."""
+
+    def __init__(self, rank, parts, barrier):
+        self.rank, self.size, self._parts, self._barrier = rank, len(parts), parts, barrier
+
+    def _all(self, part):
+        self._parts[self.rank] = part
+        self._barrier.wait(10)
+        found = list(self._parts)
+        self._barrier.wait(10)
+        return found
+
+    def sum(self, part):
+        return sum(self._all(part.clone()))
+
+    def gather(self, part):
+        return torch.cat(self._all(part), dim=1)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"num_kv_heads": 2, "qkv_bias": True, "qk_norm": True},
+        {"tie_word_embeddings": True, "windows": (3, None, 3, None)},
+        {"experts": Experts(4, 2, 24, renormalised=True, named_as_mixtral=True)},
+    ],
+    ids=["biases", "tied", "experts"],
+)
+def test_parts_of_a_layer_add_up_to_the_whole(changes):
+    """101 tokens are no multiple of 2: the last part of the head is filled up."""
+    config, size, new = msgspec.structs.replace(SMALL, **changes), 2, {0: [5, 6, 7, 8], 1: [9], 2: [1, 2]}
+    weights = {"device": "cpu", "dtype": torch.float32, "seed": 4}
+    whole = Runner(Decoder.random(config, **weights))
+    parts, barrier, found = [None] * size, Barrier(size), {}
+
+    def compute(rank):
+        group = Threads(rank, parts, barrier)
+        runner = Runner(Decoder.random(config, **weights, group=group))
+        found[rank] = [runner.step(new), runner.step({1: [3], 2: [4, 5]})]
+
+    threads = [Thread(target=compute, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for step, expected in enumerate([whole.step(new), whole.step({1: [3], 2: [4, 5]})]):
+        for seq, logits in expected.items():
+            torch.testing.assert_close(found[0][step][seq], logits, atol=2e-5, rtol=0)
+            assert torch.equal(found[0][step][seq], found[1][step][seq])
+
+
+CONFIG = """{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 48, "intermediate_size": 80,
+ "num_attention_heads": 6, "num_key_value_heads": 2, "num_hidden_layers": 2, "vocab_size": 101,
+ "max_position_embeddings": 512, "torch_dtype": "float32"}"""
+
+
+@pytest.fixture(scope="module")
+def scenario(tmp_path_factory):
+    config = tmp_path_factory.mktemp("small") / "config.json"
+    config.write_text(CONFIG)
+    return Scenario(
+        model=str(config), gpu="cpu", dtype="float32", workload="fixed", input_len=14, output_len=12, num_prompts=10,
+        request_rate=200.0, num_gpu_blocks_override=20, num_cpu_blocks_override=4, block_size=4, max_num_seqs=6,
+        max_model_len=64, tp=2,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def group(scenario):
+    started = FirstGroup(scenario, LiveOptions("cpu"), serve_others)
+    yield started
+    started.close()
+
+
+def serve(scenario, decoder, variant):
+    """The tokens of each request, in order, and the run."""
+    setup, tokens = prepare(scenario, *parse_policy(variant, {})), {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            TracePrompts,
+            "hear",
+            lambda self, seq, token, _: tokens.setdefault(seq.request.request_id, []).append(token),
+        )
+        run = perform(setup, requests_of(setup), None, Recording(), decoder, LiveOptions("cpu"))
+    return tokens, run
+
+
+def test_processes_serve_as_one_does(scenario, group):
+    """Preempted, from caches, scheduled ahead; one after the other, then a rank that is lost ends the run."""
+    with group.together():
+        decoder = load_decoder(scenario.model, scenario.dtype, LiveOptions("cpu"), group)
+    alone = load_decoder(scenario.model, scenario.dtype, LiveOptions("cpu"))
+    expected, _ = serve(scenario, alone, "vllm-v1")
+    assert len(expected) == 10 and decoder.config.num_kv_heads == 1
+    for variant in ("vllm-v1", "vllm-recompute", "sarathi"):
+        tokens, run = serve(scenario, decoder, variant)
+        assert tokens == expected
+        assert variant != "vllm-recompute" or run.engines[0].scheduler.counters.preemptions
+    os.kill(group._processes[0].pid, signal.SIGKILL)
+    with pytest.raises(UserError, match="rank 1 of 2 ended with status -9"):
+        serve(scenario, decoder, "vllm-v1")
+    assert not group._processes[0].is_alive()
+
+
+def test_a_rank_that_fails_ends_the_others_with_its_words(group):
+    with pytest.raises(UserError, match="rank 1 of 2: AttributeError: 'str' object"), group.together():
+        group._others[0].recv()
+        group._others[0].send(("no scenario", "", ""))
+    assert not group._processes[0].is_alive()
+
+
+def test_a_rank_that_computes_something_else_says_so(monkeypatch):
+    """Else its tokens would be another model's, and no one would see it."""
+    monkeypatch.setattr(ranks.dist, "broadcast", lambda told, source: told.copy_(torch.tensor([0.5, 7.0])))
+    rank = Group.__new__(Group)
+    assert rank.shared_s(0.1, 7) == 0.5
+    with pytest.raises(InvariantError, match="computed other tokens than rank 0"):
+        rank.shared_s(0.1, 8)
+
+
+def test_heads_that_ranks_cannot_share_are_refused():
+    with pytest.raises(UserError, match="--tp 4: does not divide the 6 attention heads of small: give another"):
+        SMALL.part(4)
+
+
+@pytest.mark.parametrize(
+    ("words", "refusal"),
+    [
+        ("--tp 2 --policy vllm-swap", "--tp 2: vllm-swap has eviction=swap, and copies of KV end at other times"),
+        ("--tp 2 --device cuda --policy vllm-v1", "--device cuda: "),
+    ],
+)
+def test_what_ranks_do_not_share_is_refused(words, refusal, scenario, tmp_path, capfd):
+    line = f"live --device cpu --model {scenario.model} --workload fixed --num-prompts 2 --out {tmp_path} {words}"
+    assert main(line.split()) == 2
+    assert refusal in capfd.readouterr().err
