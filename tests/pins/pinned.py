@@ -206,7 +206,7 @@ def main(arguments: Sequence[str]) -> None:
 
 if __name__ == "__main__":
     # Of the tree that this file is in, wherever it is run.
-    sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests/sim"), str(ROOT / "tests/calib")]
+    sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests/calib")]
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     # Tables import this module: one of that name, not another.
     sys.modules["pinned"] = sys.modules["__main__"]

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from test_parts_windowed import setup, windowed_workloads
+from test_kv_windowed import setup, windowed_workloads
 
 from kvtwin.testing.conformance import Workload, check, with_prefix
 from kvtwin.testing.engines import limits, simulate

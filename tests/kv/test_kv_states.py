@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 from hypothesis import strategies as st
-from test_parts_windowed import windowed_workloads
+from test_kv_windowed import windowed_workloads
 
 from kvtwin.testing.conformance import Workload, check, with_prefix
 from kvtwin.testing.engines import limits, simulate

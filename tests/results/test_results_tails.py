@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 import pytest
-from test_sim_explain import run_words
+from test_results_explain import run_words
 
 import kvtwin
 from sim.results import tails
