@@ -4,7 +4,7 @@ A fit's error on its own samples flatters it. Here models are left out one at a 
 ones; regions show a lean that an average would hide.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,7 +18,6 @@ from calib.roofline import (
     fit_linear_factors,
     fit_roofline,
     predict_s,
-    without_activations,
 )
 from calib.samples import Sample
 from calib.terms import Terms
@@ -86,19 +85,19 @@ def leave_one_model_out(
     samples: Sequence[Sample],
     terms: Terms,
     measured_s: Array,
-    form: str = "full",
     fixed: Mapping[str, float] = NO_ALL_REDUCE,
     *,
     factored: bool = False,
+    without: Collection[str] = (),
 ) -> dict[str, Holdout]:
     """Each model predicted by a fit to the others, if those have prompts and decodes; empty where there is only one.
 
-    `factored` says whether products have factors of their tokens.
+    `factored` says whether products have factors of their tokens; `without` is as for `fit_roofline`.
     """
     models = np.array([s.model for s in samples])
     prompts, decodes = is_scored_prefill(samples), is_decode(samples)
     return {
-        str(name): _held_out(samples, terms, measured_s, models == name, form, fixed, factored)
+        str(name): _held_out(samples, terms, measured_s, models == name, fixed, factored, without)
         for name in sorted(set(models))
         if np.any(prompts & (models != name)) and np.any(decodes & (models != name))
     }
@@ -115,8 +114,7 @@ def leave_rows_out(
     """Samples predicted by a fit to the others, a part at a time: what can be left out where all are of one model."""
     part = np.random.default_rng(0).permutation(len(samples)) % ROW_FOLDS
     return {
-        f"part {i + 1}": _held_out(samples, terms, measured_s, part == i, "full", fixed, factored)
-        for i in range(ROW_FOLDS)
+        f"part {i + 1}": _held_out(samples, terms, measured_s, part == i, fixed, factored) for i in range(ROW_FOLDS)
     }
 
 
@@ -124,7 +122,6 @@ def small_predicts_large(
     samples: Sequence[Sample],
     terms: Terms,
     measured_s: Array,
-    form: str = "full",
     fixed: Mapping[str, float] = NO_ALL_REDUCE,
     share: float = SMALL_SHARE,
     *,
@@ -136,7 +133,7 @@ def small_predicts_large(
     for phase in (decodes, ~decodes):
         if phase.any():
             large |= phase & (measured_s > np.quantile(measured_s[phase], share))
-    return _held_out(samples, terms, measured_s, large, form, fixed, factored)
+    return _held_out(samples, terms, measured_s, large, fixed, factored)
 
 
 def mean_holdout(parts: Mapping[str, Holdout]) -> Holdout:
@@ -153,13 +150,13 @@ def _held_out(
     terms: Terms,
     measured_s: Array,
     left_out: Mask,
-    form: str,
     fixed: Mapping[str, float],
     factored: bool,
+    without: Collection[str] = (),
 ) -> Holdout:
-    constants = complete({**fixed, **fit_roofline(terms[~left_out], measured_s[~left_out], form, fixed).values})
-    if form == "no activations":
-        terms = without_activations(terms)
+    constants = complete(
+        {**fixed, **fit_roofline(terms[~left_out], measured_s[~left_out], fixed, without=without).values}
+    )
     factors = fit_linear_factors(constants, terms[~left_out], measured_s[~left_out]) if factored else None
     errors = np.abs(errors_of(constants, terms, measured_s, factors))
     return Holdout(

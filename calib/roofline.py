@@ -13,8 +13,7 @@ gaps), c_step what a step costs beside, p how far computing and reading overlap 
 shows what each is worth in held-out error.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 
@@ -40,15 +39,6 @@ NO_ALL_REDUCE = {
     "allreduce_launch_s": 0.0,
 }
 """Constants of all-reduces that cost nothing, for samples without any."""
-FORMS = {
-    "full": "all terms",
-    "one rate": "F_attn = F",
-    "KV at the weights' rate": "decodes read KV at H, and no padding",
-    "hard ridge": "p fixed at infinity: max(compute, memory)",
-    "no activations": "linear bytes are the weights alone",
-    "no overhead": "c = 0",
-}
-"""The form and what it is without one of its terms; for showing that each term pays."""
 
 
 def predict_s(constants: Mapping[str, float], terms: Terms, factors: Sequence[Point] | None = None) -> Array:
@@ -150,20 +140,20 @@ def ridge_s(compute_s: Array, memory_s: Array, exponent: float | Array) -> Array
 def fit_roofline(
     terms: Terms,
     measured_s: Array,
-    form: str = "full",
     fixed: Mapping[str, float] = NO_ALL_REDUCE,
     *,
     own_engine: bool = False,
+    without: Collection[str] = (),
 ) -> Fit:
     """The constants that explain the samples best, with their standard errors.
 
     Args:
         terms: of the samples, each timed alone.
         measured_s: medians, shape (samples,).
-        form: a key of `FORMS`.
         fixed: what others tell: constants of all-reduces, which matter only where whole steps of several GPUs were
             timed, those of `OPTIONAL` that these samples say nothing about, and the GPU's `l2_bytes` (else 0).
         own_engine: whole steps are our own engine's, whose host takes time for every sequence.
+        without: parameters that are not fitted, to show what they are worth.
 
     Returns:
         Estimates of flops_per_s, attention_flops_per_s, hbm_bytes_per_s, kv_bytes_per_s, kv_padding_tokens,
@@ -175,9 +165,7 @@ def fit_roofline(
         runtime, which attends in two kernels; what lies between products, where it was not timed apart; c_eager, where
         nothing came from graphs, or launches were never what took longest.
     """
-    if form == "no activations":
-        terms = without_activations(terms)
-    parameters = _parameters(terms, measured_s, form)
+    parameters = {name: own for name, own in _parameters(terms, measured_s).items() if name not in without}
     if own_engine and "step_overhead_s" in parameters and len(np.unique(terms.step_sequences[terms.steps > 0])) > 2:
         parameters["step_s_per_sequence"] = Parameter(1e-6, 0.0, log=False)
 
@@ -222,7 +210,7 @@ def with_exponent(found: Mapping[str, Estimate], name: str, inverse: str = "over
     return estimates
 
 
-def _parameters(terms: Terms, measured_s: Array, form: str) -> dict[str, Parameter]:
+def _parameters(terms: Terms, measured_s: Array) -> dict[str, Parameter]:
     """What the samples can tell, each with a start."""
     parameters = {
         "flops_per_s": Parameter(fastest(terms.linear_flops + terms.head_flops, measured_s)),
@@ -230,9 +218,9 @@ def _parameters(terms: Terms, measured_s: Array, form: str) -> dict[str, Paramet
         "overlap": Parameter(0.4, 1 / MOST_EXPONENT, 1.0, log=False),
         "layer_overhead_s": Parameter(1e-5, 0.0, log=False),
     }
-    if form != "one rate" and _has_long_prompts(terms):
+    if _has_long_prompts(terms):
         parameters["attention_flops_per_s"] = Parameter(parameters["flops_per_s"].start)
-    if form != "KV at the weights' rate" and terms.kv_bytes.any():
+    if terms.kv_bytes.any():
         parameters["kv_bytes_per_s"] = Parameter(parameters["hbm_bytes_per_s"].start)
         parameters["kv_padding_tokens"] = Parameter(32.0, 0.0, log=False)
     # The runtime's prompts and decodes attend in kernels of their own.
@@ -249,10 +237,6 @@ def _parameters(terms: Terms, measured_s: Array, form: str) -> dict[str, Paramet
         parameters["elementwise_launch_s"] = Parameter(1e-5, 0.0, log=False)
     if _tells_steps_apart(terms):
         parameters["step_overhead_s"] = Parameter(1e-4, 0.0, log=False)
-    if form == "hard ridge":
-        del parameters["overlap"]
-    if form == "no overhead":
-        del parameters["layer_overhead_s"]
     return parameters
 
 
@@ -291,8 +275,3 @@ def _tells_steps_apart(terms: Terms) -> bool:
     """Whether a step's overhead can be told from its layers': not if every sample has as many of both."""
     layered = terms.layers > 0
     return len(np.unique(terms.steps[layered] / terms.layers[layered])) > 1
-
-
-def without_activations(terms: Terms) -> Terms:
-    """The same work, counting the weights as all that linear layers read."""
-    return replace(terms, activation_bytes=np.zeros_like(terms.activation_bytes))

@@ -9,6 +9,7 @@ minutes, all but `forms`, `papers` and `regions` alone seconds.
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
@@ -25,12 +26,11 @@ from calib.factors import LEANS  # noqa: E402
 from calib.figure import draw_fit  # noqa: E402
 from calib.fit import FitReport, fit_profile  # noqa: E402
 from calib.gdn import GDN_DATA, fit_gdn, read_gdn_samples  # noqa: E402
-from calib.holdout import leave_one_model_out, mean_holdout  # noqa: E402
+from calib.holdout import Holdout, leave_one_model_out, mean_holdout  # noqa: E402
 from calib.latents import LATENT_DATA, LatentSample, attention_model, fit_latents, read_latent_samples  # noqa: E402
 from calib.papers import PaperConstant  # noqa: E402
 from calib.report import percent, readable, table  # noqa: E402
 from calib.robust import Array  # noqa: E402
-from calib.roofline import FORMS  # noqa: E402
 from calib.samples import read_samples  # noqa: E402
 from sim.cost.profile import LATENT_UNITS, Profile, load_profile, product_name  # noqa: E402
 from sim.cost.roofline import RooflineCost  # noqa: E402
@@ -233,16 +233,35 @@ def gdn() -> str:
     return table(("GPU, phase", "samples", "fitted", "left out", "left out, 2 / 8 / 32 / 64 heads"), rows)
 
 
+FORMS = {
+    "full": ("all terms", ()),
+    "one rate": ("F_attn = F", ("attention_flops_per_s",)),
+    "KV at the weights' rate": (
+        "decodes read KV at H, and no padding", ("kv_bytes_per_s", "kv_padding_tokens", "kv_padding_waves"),
+    ),
+    "hard ridge": ("p fixed at infinity: max(compute, memory)", ("overlap",)),
+    "no activations": ("linear bytes are the weights alone", ()),
+    "no overhead": ("c = 0", ("layer_overhead_s",)),
+}  # fmt: skip
+"""The roofline, and what it is without one of its terms: in words, and parameters that are not fitted."""
+
+
+def held_out(report: FitReport, form: str) -> Holdout:
+    """Errors on models left out, without a term of the roofline and without factors."""
+    terms = report.terms
+    if form == "no activations":
+        terms = replace(terms, activation_bytes=np.zeros_like(terms.activation_bytes))
+    without = FORMS[form][1]
+    return mean_holdout(leave_one_model_out(report.samples, terms, report.measured_s, without=without))
+
+
 def forms_table(reports: Sequence[FitReport]) -> str:
     """What each term of the roofline is worth: held-out errors (prefill / decode) with it left out, without factors."""
     reports = [report for report in reports if report.by_model]
     rows = []
-    for form, about in FORMS.items():
-        cells = [f"{form}: {about}"]
-        for report in reports:
-            held_out = mean_holdout(leave_one_model_out(report.samples, report.terms, report.measured_s, form))
-            cells.append(f"{percent(held_out.prefill)} / {percent(held_out.decode)}")
-        rows.append(cells)
+    for form, (about, _) in FORMS.items():
+        found = [held_out(report, form) for report in reports]
+        rows.append([f"{form}: {about}", *(f"{percent(one.prefill)} / {percent(one.decode)}" for one in found)])
     return table(("form", *(report.profile.gpu for report in reports)), rows)
 
 

@@ -6,6 +6,7 @@ from functools import cache
 import numpy as np
 import pytest
 from calib_small import A100, REFITTED, THREE, noisy, planted, shapes, terms
+from calibration_tables import FORMS, held_out
 
 from calib.cli import DATA
 from calib.experts import EXPERT_DATA, read_expert_samples
@@ -23,7 +24,6 @@ from calib.holdout import (
 from calib.latents import LATENT_DATA, read_latent_samples
 from calib.papers import eq3_alpha
 from calib.report import fit_markdown
-from calib.roofline import FORMS
 from calib.samples import Sample, read_comments, read_samples
 from sim.cost.profile import Profile, load_profile
 from sim.specs.hardware import load_hardware
@@ -112,7 +112,7 @@ def held_out_by_form():
     reports = [refit_of(gpu).report for gpu in REFITTED]
     found = {}
     for form in FORMS:
-        parts = [mean_holdout(leave_one_model_out(r.samples, r.terms, r.measured_s, form)) for r in reports]
+        parts = [held_out(report, form) for report in reports]
         found[form] = sum(part.prefill + part.decode for part in parts)
     return found
 
