@@ -173,7 +173,7 @@ def test_a_chunk_is_stored_when_it_has_been_offered_often_enough():
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("vllm-v1:kv-offloading-size=-0.5", "kv-offloading-size: -0.5 is less than 0; give 0 or more"),
+        ("vllm-v1:kv-offloading-size=-0.5", "kv-offloading-size: -0.5 is not between 0 and"),
         ("vllm-v1:cpu-chunks=5,batching=sarathi", "batching=unified"),
     ],
 )
