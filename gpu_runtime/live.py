@@ -23,6 +23,7 @@ from gpu_runtime.model.capture_sizes import capture_sizes
 from gpu_runtime.model.config import DecoderConfig
 from gpu_runtime.model.decoder import Decoder
 from gpu_runtime.model.flashinfer_kernels import build_kernels
+from gpu_runtime.model.fp8 import check_fp8
 from gpu_runtime.ranks import Group
 from gpu_runtime.tokens.trace_prompts import TracePrompts
 from sim.cost.pricing import Lanes
@@ -110,6 +111,10 @@ def load_decoder(model: str, dtype: str, options: LiveOptions, group: Group | No
     if config.experts is not None and options.device != "cpu":
         raise UserError(f"{config.name}: experts are computed with --device cpu alone yet: use a dense model")
     check_weights(config if group is None else config.part(group.size), DTYPES[dtype], options.device)
+    if config.fp8:
+        part = config if group is None else config.part(group.size)
+        widths = {"hidden": part.hidden_size, "of a rank's queries": part.q_size, "MLP columns": part.intermediate_size}
+        check_fp8(config.name, widths, torch.device(options.device))
     if options.device == "cuda":
         activate_flash(torch.device(options.device))
     if options.device == "cpu" and group is None:

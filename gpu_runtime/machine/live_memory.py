@@ -17,6 +17,7 @@ from gpu_runtime.model.capture_sizes import LARGEST_CAPTURE, capture_sizes
 from gpu_runtime.model.config import DecoderConfig
 from gpu_runtime.model.decode_graph import Metadata
 from gpu_runtime.model.decoder import Decoder
+from gpu_runtime.model.fp8 import KEPT_ON
 from gpu_runtime.model.sampling import WORK_BYTES
 from sim.engine.changes import Direction
 from sim.engine.limits import Limits
@@ -56,6 +57,8 @@ def free_bytes(device: str) -> int:
 def check_weights(config: DecoderConfig, dtype: torch.dtype, device: str) -> None:
     """UserError unless the weights fit, before anything of them is there."""
     needed, free = config.num_weights * dtype.itemsize, free_bytes(device)
+    if device in KEPT_ON:
+        needed -= config.num_fp8_weights * (dtype.itemsize - 1)
     if needed > free:
         name = str(dtype).removeprefix("torch.")
         raise UserError(

@@ -1,13 +1,15 @@
 """Weights from a folder of `*.safetensors` in Hugging Face's names; no other format, since this one cannot run code."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from gpu_runtime.model.config import DecoderConfig, Experts
+from gpu_runtime.model.fp8 import KEPT_ON, Fp8Matrix, Matrix
 from gpu_runtime.model.weights import EndWeights, LayerWeights
 from sim.errors import UserError
 from sim.specs.json_file import read_json_object
@@ -15,6 +17,7 @@ from sim.specs.json_file import read_json_object
 INDEX = "model.safetensors.index.json"
 PLAIN = ("F32", "F16", "BF16")
 """Element types that keep weights as they are."""
+FP8_NAME = "F8_E4M3"
 
 
 class Checkpoint:
@@ -23,10 +26,13 @@ class Checkpoint:
     def __init__(self, folder: Path, config: DecoderConfig, device: torch.device | str, dtype: torch.dtype) -> None:
         """Look through the files; UserError for one that cannot be read or a tensor missing, misshapen or unknown."""
         self._config = config
-        self._device = device
+        self._device = torch.device(device)
         self._dtype = dtype
         self._shapes = dict(_expected(config))
+        self._keeps_fp8 = config.fp8 and self._device.type in KEPT_ON
         self._files: dict[str, Path] = {}
+        self._in_fp8: set[str] = set()
+        self._scales: dict[str, Path] = {}
         for path in _files(folder):
             self._list(path)
         missing = [name for name in self._shapes if name not in self._files]
@@ -35,11 +41,17 @@ class Checkpoint:
                 f"{folder}: tensor {missing[0]} and {len(missing) - 1} others are missing: "
                 "give the whole checkpoint that config.json describes"
             )
+        for name in self._in_fp8:
+            if _scale_of(name) not in self._scales:
+                raise UserError(f"{self._files[name]}: tensor {name} is FP8 and has no {_scale_of(name)}: add it")
 
     def _list(self, path: Path) -> None:
         with _opened(path) as file:
             for name in file.keys():  # noqa: SIM118 (not a mapping)
                 if name not in self._shapes:
+                    if self._config.fp8 and self._is_scale(name):
+                        self._scales[name] = path
+                        continue
                     if name.endswith("rotary_emb.inv_freq") or (name, self._config.tie_word_embeddings) == (
                         _HEAD,
                         True,
@@ -49,37 +61,41 @@ class Checkpoint:
                 if name in self._files:
                     raise UserError(f"{path}: tensor {name} is in {self._files[name].name} too: keep one of them")
                 entry = file.get_slice(name)
-                if tuple(entry.get_shape()) != self._shapes[name] or entry.get_dtype() not in PLAIN:
+                in_fp8 = self._config.fp8 and entry.get_dtype() == FP8_NAME and name.startswith("model.layers.")
+                if in_fp8:
+                    self._in_fp8.add(name)
+                if tuple(entry.get_shape()) != self._shapes[name] or not (in_fp8 or entry.get_dtype() in PLAIN):
                     raise UserError(
                         f"{path}: tensor {name} is {entry.get_dtype()} {entry.get_shape()}, expected one of "
                         f"{', '.join(PLAIN)} and {list(self._shapes[name])}: is config.json that of another model?"
                     )
                 self._files[name] = path
 
+    def _is_scale(self, name: str) -> bool:
+        """Whether it is a weight's scale; what activations are scaled by is not needed."""
+        module, _, kind = name.rpartition(".")
+        return kind in ("weight_scale", "input_scale") and f"{module}.weight" in self._shapes
+
     def layer(self, index: int) -> LayerWeights:
         """The weights of layer `index`, on the device."""
         config, layer = self._config, f"model.layers.{index}."
-        attention, mlp = layer + "self_attn.", layer + "mlp."
+        attention = layer + "self_attn."
         projections = [f"{attention}{which}_proj" for which in "qkv"]
         return LayerWeights(
             input_norm=self._read(layer + "input_layernorm.weight"),
-            qkv=self._read(*(f"{name}.weight" for name in projections)),
+            qkv=self._matrix(*(f"{name}.weight" for name in projections)),
             qkv_bias=self._read(*(f"{name}.bias" for name in projections)) if config.qkv_bias else None,
             q_norm=self._read(attention + "q_norm.weight") if config.qk_norm else None,
             k_norm=self._read(attention + "k_norm.weight") if config.qk_norm else None,
-            output=self._read(attention + "o_proj.weight"),
+            output=self._matrix(attention + "o_proj.weight"),
             post_norm=self._read(layer + "post_attention_layernorm.weight"),
-            **(
-                self._mixture(layer, config.experts)
-                if config.experts is not None
-                else {
-                    "gate_up": self._read(mlp + "gate_proj.weight", mlp + "up_proj.weight"),
-                    "down": self._read(mlp + "down_proj.weight"),
-                }
-            ),
+            **self._mlp(layer, config.experts),
         )
 
-    def _mixture(self, layer: str, experts: Experts) -> dict[str, Tensor]:
+    def _mlp(self, layer: str, experts: Experts | None) -> dict[str, Any]:
+        if experts is None:
+            gate, up, down = (f"{layer}mlp.{which}_proj.weight" for which in ("gate", "up", "down"))
+            return {"gate_up": self._matrix(gate, up), "down": self._matrix(down)}
         router, names = _expert_names(layer, experts)
         shape = (experts.num, -1, self._config.hidden_size)
         return {
@@ -94,14 +110,42 @@ class Checkpoint:
         head = embedding if self._config.tie_word_embeddings else self._read(_HEAD)
         return EndWeights(embedding, self._read(_NORM), head)
 
+    def _matrix(self, *names: str) -> Matrix:
+        """Weights below one another: FP8 where all are, on a device that computes with it."""
+        if not self._keeps_fp8 or not self._in_fp8.issuperset(names):
+            return self._read(*names)
+        data, scales = zip(*map(self._scaled, names), strict=True)
+        return Fp8Matrix(torch.cat(data).to(self._device), torch.cat(scales).to(self._device))
+
+    def _scaled(self, name: str) -> tuple[Tensor, Tensor]:
+        """FP8 weights [out, in] and their scales [out, 1], fp32."""
+        data, scale = self._tensor(name), self._tensor(_scale_of(name), self._scales).float()
+        if scale.numel() not in (1, len(data)):
+            raise UserError(
+                f"{self._scales[_scale_of(name)]}: tensor {_scale_of(name)} is {list(scale.shape)}, expected one scale "
+                f"or {len(data)}: is it of blocks, which the runtime does not compute?"
+            )
+        return data, scale.reshape(-1, 1).expand(len(data), 1)
+
+    def _tensor(self, name: str, files: Mapping[str, Path] | None = None) -> Tensor:
+        with _opened((files or self._files)[name]) as file:
+            return file.get_tensor(name)
+
     def _read(self, *names: str) -> Tensor:
         """The tensors of these names below one another, converted."""
         rows = [self._shapes[name][0] for name in names]
         whole = torch.empty((sum(rows), *self._shapes[names[0]][1:]), device=self._device, dtype=self._dtype)
         for name, part in zip(names, whole.split(rows), strict=True):
-            with _opened(self._files[name]) as file:
-                part.copy_(file.get_tensor(name))
+            if name in self._in_fp8:
+                data, scales = self._scaled(name)
+                part.copy_(data.float() * scales)
+            else:
+                part.copy_(self._tensor(name))
         return whole
+
+
+def _scale_of(name: str) -> str:
+    return name + "_scale"
 
 
 _EMBEDDING = "model.embed_tokens.weight"

@@ -5,6 +5,7 @@ from typing import Any
 
 import msgspec
 
+from gpu_runtime.model.fp8 import has_fp8_weights
 from gpu_runtime.model.rope_scaling import RopeScaling, read_rope
 from sim.errors import UserError
 from sim.specs.hf_families import FAMILIES
@@ -47,6 +48,7 @@ class DecoderConfig(msgspec.Struct, frozen=True, kw_only=True):
         qk_norm: RMSNorm of every query and key head before the rotation (Qwen3).
         rope_scaling: how rotary frequencies are stretched; None: not at all.
         experts: in place of the MLP, whose `intermediate_size` then has no meaning; None: an MLP.
+        fp8: whether the layers' matrices are FP8 (`gpu_runtime.model.fp8`).
         windows: of each layer, tokens; None: it attends to all, as every layer does where there are none.
     """
 
@@ -67,6 +69,7 @@ class DecoderConfig(msgspec.Struct, frozen=True, kw_only=True):
     tie_word_embeddings: bool = False
     experts: Experts | None = None
     windows: tuple[int | None, ...] = ()
+    fp8: bool = False
 
     def window(self, layer: int) -> int | None:
         """Tokens that a layer's queries attend to, their own included; None: all."""
@@ -111,6 +114,12 @@ class DecoderConfig(msgspec.Struct, frozen=True, kw_only=True):
             intermediate_size=width // size if experts is None else width,
             experts=experts and msgspec.structs.replace(experts, width=experts.width // size),
         )
+
+    @property
+    def num_fp8_weights(self) -> int:
+        """Of these, elements of matrices in FP8, where they are kept so."""
+        h, mlp = self.hidden_size, 3 * self.hidden_size * self.intermediate_size
+        return self.num_layers * (2 * h * (self.q_size + self.kv_size) + mlp) if self.fp8 else 0
 
     @classmethod
     def from_hf(cls, config: Path | str | dict[str, Any]) -> "DecoderConfig":
@@ -217,6 +226,7 @@ def _read(fields: Fields, name: str) -> DecoderConfig:
         tie_word_embeddings=fields.flag("tie_word_embeddings", default=False),
         experts=_read_experts(fields, kind, layers),
         windows=windows if any(windows) else (),
+        fp8=has_fp8_weights(fields),
     )
 
 
@@ -242,8 +252,6 @@ def _refuse_uncomputed(fields: Fields) -> None:
         # Qwen2 has its biases in any case and ignores the first field.
         if fields.flag(field, default=False) and (field, fields.get("model_type")) != ("attention_bias", "qwen2"):
             raise fields.error(field, "is not computed by the runtime: expected false")
-    if "quantization_config" in fields:
-        raise fields.error("quantization_config", "is not computed by the runtime: use an unquantised checkpoint")
     for field in EXPERT_COUNTS:
         if fields.size(field) and fields.get("model_type") not in MIXTURES:
             raise fields.error(field, "means experts, which the runtime does not compute: use a dense model")

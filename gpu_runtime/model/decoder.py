@@ -13,6 +13,7 @@ from gpu_runtime.model.attention import AttentionBatch
 from gpu_runtime.model.checkpoint import Checkpoint
 from gpu_runtime.model.config import DecoderConfig
 from gpu_runtime.model.experts import mix_experts
+from gpu_runtime.model.fp8 import product
 from gpu_runtime.model.kernels import Kernels
 from gpu_runtime.model.rotary import RotaryEmbedding
 from gpu_runtime.model.weights import EndWeights, LayerWeights, RandomWeights
@@ -42,16 +43,16 @@ class DecoderLayer:
         """
         c, w, kernels = self._config, self.weights, self.kernels
         normed = kernels.rms_norm(hidden, w.input_norm, c.rms_norm_eps)
-        projected = linear(normed, w.qkv, w.qkv_bias)
+        projected = product(normed, w.qkv, w.qkv_bias)
         query, key, value = self._rotary.rotate_and_write(projected, w.q_norm, w.k_norm, pool, layer_index, batch)
         attended = kernels.attend(query, pool, layer_index, batch, (key, value))
         if keeps_input and kernels.overwrites:
             hidden = hidden.clone()
-        update = self._sum(linear(attended.flatten(1), w.output))
+        update = self._sum(product(attended.flatten(1), w.output))
         hidden, normed = kernels.add_rms_norm(hidden, update, w.post_norm, c.rms_norm_eps)
         if c.experts is not None:
             return hidden + self._sum(mix_experts(normed, w, c.experts, kernels.silu_and_mul))
-        return hidden + self._sum(linear(kernels.silu_and_mul(linear(normed, w.gate_up)), w.down))
+        return hidden + self._sum(product(kernels.silu_and_mul(product(normed, w.gate_up)), w.down))
 
     def _sum(self, update: Tensor) -> Tensor:
         return update if self._group is None else self._group.sum(update)
@@ -64,7 +65,7 @@ class DecoderLayer:
         c, w = self._config, self.weights
         normed = self.kernels.rms_norm(hidden, w.input_norm, c.rms_norm_eps)
         bias = None if w.qkv_bias is None else w.qkv_bias[c.q_size :]
-        projected = linear(normed, w.qkv[c.q_size :], bias)
+        projected = product(normed, w.qkv[c.q_size :], bias)
         self._rotary.rotate_and_write(projected, w.q_norm, w.k_norm, pool, layer_index, batch)
 
 
@@ -79,7 +80,7 @@ class Decoder:
         device = layers[0].qkv.device
         self.config = msgspec.structs.replace(config, num_layers=len(layers), windows=config.windows[: len(layers)])
         self.device = device
-        self.dtype = layers[0].qkv.dtype
+        self.dtype = layers[0].input_norm.dtype
         rotary = RotaryEmbedding(config, device)
         self.layers = [DecoderLayer(config, weights, rotary, group) for weights in layers]
         self._ends = ends

@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from gpu_runtime.model.config import Experts
+from gpu_runtime.model.fp8 import Fp8Matrix
 from gpu_runtime.model.weights import LayerWeights
 
 
@@ -21,14 +22,15 @@ def mix_experts(hidden: Tensor, weights: LayerWeights, experts: Experts, act: Ca
         experts: how many, and how many a token takes.
         act: [N, f] of gate and up [N, 2 f].
     """
-    if weights.router is None:
-        raise ValueError("a layer with experts has no router")
+    gate_up, down = weights.gate_up, weights.down
+    if weights.router is None or isinstance(gate_up, Fp8Matrix) or isinstance(down, Fp8Matrix):
+        raise ValueError("a layer with experts has no router, or FP8 experts")
     shares, chosen = linear(hidden, weights.router).softmax(dim=-1, dtype=torch.float32).topk(experts.per_token)
     if experts.renormalised:
         shares = shares / shares.sum(dim=-1, keepdim=True)
     out = torch.zeros_like(hidden)
     for expert in chosen.unique().tolist():
         rows, ranks = (chosen == expert).nonzero(as_tuple=True)
-        computed = linear(act(linear(hidden[rows], weights.gate_up[expert])), weights.down[expert])
+        computed = linear(act(linear(hidden[rows], gate_up[expert])), down[expert])
         out.index_add_(0, rows, computed * shares[rows, ranks, None].to(computed.dtype))
     return out

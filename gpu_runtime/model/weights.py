@@ -8,6 +8,10 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from gpu_runtime.model.config import DecoderConfig
+from gpu_runtime.model.fp8 import KEPT_ON, Fp8Matrix, Matrix
+
+ROWS, COLUMNS = -2, -1
+"""Dimensions of a matrix [out, in]."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,14 +32,14 @@ class LayerWeights:
     """
 
     input_norm: Tensor
-    qkv: Tensor
+    qkv: Matrix
     qkv_bias: Tensor | None
     q_norm: Tensor | None
     k_norm: Tensor | None
-    output: Tensor
+    output: Matrix
     post_norm: Tensor
-    gate_up: Tensor
-    down: Tensor
+    gate_up: Matrix
+    down: Matrix
     router: Tensor | None = None
 
     def part(self, config: DecoderConfig, rank: int, size: int) -> "LayerWeights":
@@ -45,19 +49,23 @@ class LayerWeights:
         """
         widths = (config.q_size, config.kv_size, config.kv_size)
 
-        def rows(matrix: Tensor, widths: Sequence[int], dim: int) -> Tensor:
-            """Of each of the matrices below one another its part."""
-            parts = [whole.chunk(size, dim)[rank] for whole in matrix.split(list(widths), dim)]
-            return torch.cat(parts, dim)
+        def cut(matrix: Tensor, widths: Sequence[int], dim: int) -> Tensor:
+            """Of each of the matrices beside one another its part."""
+            return torch.cat([whole.chunk(size, dim)[rank] for whole in matrix.split(list(widths), dim)], dim)
 
-        columns = self.down.shape[-1]
+        def part(matrix: Matrix, widths: Sequence[int], dim: int) -> Matrix:
+            if isinstance(matrix, Fp8Matrix):
+                return matrix.cut(lambda tensor: cut(tensor, widths, dim), rows=dim == ROWS)
+            return cut(matrix, widths, dim)
+
+        columns = config.intermediate_size if config.experts is None else config.experts.width
         return replace(
             self,
-            qkv=rows(self.qkv, widths, 0),
-            qkv_bias=None if self.qkv_bias is None else rows(self.qkv_bias, widths, 0),
-            output=rows(self.output, (config.q_size,), 1),
-            gate_up=rows(self.gate_up, (columns, columns), -2),
-            down=rows(self.down, (columns,), -1),
+            qkv=part(self.qkv, widths, ROWS),
+            qkv_bias=None if self.qkv_bias is None else cut(self.qkv_bias, widths, 0),
+            output=part(self.output, (config.q_size,), COLUMNS),
+            gate_up=part(self.gate_up, (columns, columns), ROWS),
+            down=part(self.down, (columns,), COLUMNS),
         )
 
 
@@ -95,7 +103,7 @@ class RandomWeights:
         c = self._config
         self._start(index + 1)
         residual = (2 * c.num_layers) ** -0.5
-        return LayerWeights(
+        found = LayerWeights(
             input_norm=self._ones(c.hidden_size),
             qkv=self._matrix(c.q_size + 2 * c.kv_size, c.hidden_size),
             qkv_bias=self._normal((c.q_size + 2 * c.kv_size,), 0.1) if c.qkv_bias else None,
@@ -105,6 +113,10 @@ class RandomWeights:
             post_norm=self._ones(c.hidden_size),
             **self._mlp(residual),
         )
+        if not c.fp8 or self._device.type not in KEPT_ON:
+            return found
+        matrices = {name: getattr(found, name) for name in ("qkv", "output", "gate_up", "down")}
+        return replace(found, **{name: Fp8Matrix.of(matrix) for name, matrix in matrices.items()})
 
     def _mlp(self, residual: float) -> dict[str, Tensor]:
         h, experts = self._config.hidden_size, self._config.experts
