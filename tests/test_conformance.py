@@ -1,6 +1,7 @@
 """Every preset, and mixes that no paper combined, keep to `kvtwin.testing.conformance`; broken parts do not pass it."""
 
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -208,60 +209,42 @@ class EagerBatching(PrefillFirst):
             plan.cut_on_arrival = False
 
 
-@dataclass(frozen=True)
-class BrokenOrder(VllmRecompute):
-    def parts(self, limits: Limits, deployment: Deployment) -> Parts:
-        return replace(super().parts(limits, deployment), order=LastComeFirstServed())
+def slack_without_time(limits: Limits, sound: Parts) -> Parts:
+    assert isinstance(sound.admission, SlackAdmission)
+    broken = TimelessSlack(
+        limits.num_gpu_blocks, sound.admission.prefill_s, 0.03, drop_irrecoverable=True, lengths_known=True
+    )
+    return replace(sound, admission=broken)
 
 
-@dataclass(frozen=True)
-class BrokenMemory(VllmRecompute):
-    def parts(self, limits: Limits, deployment: Deployment) -> Parts:
-        return replace(super().parts(limits, deployment), memory=LeakyMemory(limits))
+def hasty(limits: Limits, sound: Parts) -> Parts:
+    assert isinstance(sound.memory, LayerBlocks)
+    return replace(sound, stage=HastyStage(sound.memory), eviction=Recompute())
 
 
-@dataclass(frozen=True)
-class BrokenAdmission(LayerKV):
-    tpot_slo_ms: float = 30.0
+def broken(system: type[Policy], change: Callable[[Limits, Parts], Parts], **options: float) -> Policy:
+    """A preset with other parts than its own."""
 
-    def parts(self, limits: Limits, deployment: Deployment) -> Parts:
-        parts = super().parts(limits, deployment)
-        sound = parts.admission
-        assert isinstance(sound, SlackAdmission)
-        broken = TimelessSlack(
-            limits.num_gpu_blocks, sound.prefill_s, 0.03, drop_irrecoverable=True, lengths_known=True
-        )
-        return replace(parts, admission=broken)
+    class Broken(system):
+        def parts(self, limits: Limits, deployment: Deployment) -> Parts:
+            return change(limits, super().parts(limits, deployment))
+
+    return Broken(**options)
 
 
-@dataclass(frozen=True)
-class BrokenEviction(VllmSwap):
-    def parts(self, limits: Limits, deployment: Deployment) -> Parts:
-        return replace(super().parts(limits, deployment), eviction=LosingSwap())
+BROKEN = {
+    "order": broken(VllmRecompute, lambda limits, sound: replace(sound, order=LastComeFirstServed())),
+    "memory": broken(VllmRecompute, lambda limits, sound: replace(sound, memory=LeakyMemory(limits))),
+    "eviction": broken(VllmSwap, lambda limits, sound: replace(sound, eviction=LosingSwap())),
+    "stage": broken(LayerKV, hasty),
+    "batching": broken(VllmSwap, lambda limits, sound: replace(sound, batching=EagerBatching())),
+}
 
 
-@dataclass(frozen=True)
-class BrokenStage(LayerKV):
-    def parts(self, limits: Limits, deployment: Deployment) -> Parts:
-        parts = super().parts(limits, deployment)
-        assert isinstance(parts.memory, LayerBlocks)
-        return replace(parts, stage=HastyStage(parts.memory), eviction=Recompute())
-
-
-@dataclass(frozen=True)
-class BrokenBatching(VllmSwap):
-    def parts(self, limits: Limits, deployment: Deployment) -> Parts:
-        return replace(super().parts(limits, deployment), batching=EagerBatching())
-
-
-@pytest.mark.parametrize(
-    "policy",
-    [BrokenOrder(), BrokenMemory(), BrokenEviction(), BrokenStage(), BrokenBatching()],
-    ids=["order", "memory", "eviction", "stage", "batching"],
-)
-def test_a_broken_part_is_caught(policy) -> None:
+@pytest.mark.parametrize("part", BROKEN)
+def test_a_broken_part_is_caught(part: str) -> None:
     with pytest.raises(Exception):  # noqa: B017 - whichever check finds it first
-        conformance.check(policy, examples=500, shrink=False)
+        conformance.check(BROKEN[part], examples=500, shrink=False)
 
 
 class Hoarding(PagedMemory):
@@ -274,26 +257,22 @@ class Hoarding(PagedMemory):
         super().release(seq)
 
 
-@dataclass(frozen=True)
-class HoldsAll(VllmRecompute):
-    def parts(self, limits: Limits, deployment: Deployment) -> Parts:
-        return replace(super().parts(limits, deployment), memory=Hoarding(limits))
-
-
 def test_a_part_that_forgets_nobody_is_caught() -> None:
     with pytest.raises(AssertionError, match="80 of 80 sequences that ended are still held"):
-        conformance.check(HoldsAll(), examples=1)
+        conformance.check(
+            broken(VllmRecompute, lambda limits, sound: replace(sound, memory=Hoarding(limits))), examples=1
+        )
 
 
 def test_a_broken_admission_is_caught() -> None:
     """Random workloads seldom turn on slack that changes within a jump; those on which LayerKV is pinned do."""
-    caught = []
+    caught, admission = [], broken(LayerKV, slack_without_time, tpot_slo_ms=30.0)
     for case in CASES:
         if case.name.startswith("slack-turns"):
             workload = conformance.Workload(requests(*case.rows()), case.limits, case.machine())
             conformance.check_jumps(LayerKV(tpot_slo_ms=30.0), workload)
             try:
-                conformance.check_jumps(BrokenAdmission(), workload)
+                conformance.check_jumps(admission, workload)
             except AssertionError:
                 caught.append(case.name)
     assert caught

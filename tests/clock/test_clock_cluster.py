@@ -4,7 +4,7 @@ from dataclasses import replace
 from random import Random
 
 import pytest
-from clock_small import FLAT, GAPS_S, assert_whole, jumped_and_stepped
+from clock_small import FLAT, GAPS_S, jumped_and_stepped
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -247,20 +247,6 @@ def test_a_cluster_of_one_is_the_engine_alone(policy, jump):
     assert {key: (s.first_token_s, s.finish_s) for key, s in outcome.by_id().items()} == {
         key: (s.first_token_s, s.finish_s) for key, s in alone.items()
     }
-
-
-@pytest.mark.parametrize("policy", POLICIES[::3])
-def test_round_robin_over_four_is_four_runs_of_a_quarter(policy):
-    kind = parse_policy(policy, {})[1]
-    rows = requests(*[(0.02 * i, 20 + 13 * i % 150, 5 + 7 * i % 50) for i in range(200)])
-    limit = limits(40, 200, max_model_len=512)
-    outcome = simulate_replicas([kind] * 4, RoundRobin(), rows, limit)
-    assert_whole(outcome, rows)
-    for place in range(4):
-        for key, seq in simulate(kind, rows[place::4], limit).by_id().items():
-            assert outcome.places()[key] == place
-            assert outcome.by_id()[key].finish_s == pytest.approx(seq.finish_s, abs=1e-9)
-            assert outcome.by_id()[key].first_token_s == pytest.approx(seq.first_token_s, abs=1e-9)
 
 
 PRESETS = [name for name in PRESET_NAMES if parse_policy(name, {})[1].names["stage"] != "hand-over"]
