@@ -146,7 +146,7 @@ def _tell_taken(arguments: argparse.Namespace, outputs: Outputs, status: int) ->
 def compare_command(arguments: argparse.Namespace) -> int:
     """`kvtwin compare`."""
     from sim.parts.options import refuse_idle  # noqa: PLC0415 - as for `run`
-    from sim.results.comparison import print_comparison, write_comparison  # noqa: PLC0415
+    from sim.results.comparison import comparison_lines, write_comparison  # noqa: PLC0415
     from sim.run.files import exit_status, record, simulator, tell_end  # noqa: PLC0415
     from sim.run.prepare import prepare, with_one_swap_space  # noqa: PLC0415 - as for `run`
     from sim.run.traffic import requests_of  # noqa: PLC0415
@@ -202,6 +202,6 @@ def compare_command(arguments: argparse.Namespace) -> int:
     if ended is not None:
         tell_end(ended[0], new.home / ended[1])
     if not outputs.quiet:
-        print_comparison(results, new.home, bounds, figures=drawing is not None)
+        print("\n".join(comparison_lines(results, new.home, bounds, figures=drawing is not None)))
     _tell_taken(arguments, outputs, status)
     return status

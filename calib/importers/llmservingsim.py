@@ -10,12 +10,11 @@ GPU of N, without all-reduces.
 - `tables` takes the kernels as they are, for a profile of form `table`.
 """
 
-from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 
-from calib.importers.tables import Table
+from calib.importers.tables import Table, at_tokens
 from calib.samples import Sample
 from sim.cost.kernels import KernelTables, grid_of, value_at
 from sim.errors import UserError
@@ -83,7 +82,7 @@ def import_samples(
         if tokens in SAMPLED_TOKENS
     ]
     for (chunk, cached, decodes, context), seconds in sorted(attention.items()):
-        linear_s = _at(products, chunk + decodes)
+        linear_s = at_tokens(products, chunk + decodes)
         if linear_s is None or not chosen((chunk, cached, decodes, context)):
             continue
         total_s = linear_s + seconds
@@ -132,7 +131,7 @@ def _unlike(
         raise UserError(f"{path}: its decodes of one length take {share:.2f} times those of attention.csv: other runs")
     found = []
     for row, (decodes, chunk, cached, shortest, longest, mean) in enumerate(rows):
-        linear_s = _at(products, chunk + decodes)
+        linear_s = at_tokens(products, chunk + decodes)
         if linear_s is None or (chunk and (chunk not in UNLIKE_CHUNKS or cached or shortest not in UNLIKE_CONTEXTS)):
             continue
         if chunk:
@@ -198,16 +197,3 @@ def _sum(curves: Mapping[str, Curve], times: Mapping[str, int]) -> dict[int, flo
     parts = [(curves[name], count) for name, count in times.items() if name in curves]
     points = set.intersection(*(set(curve) for curve, _ in parts))
     return {point: sum(count * curve[point] for curve, count in parts) for point in sorted(points)}
-
-
-def _at(curve: Curve, point: int) -> float | None:
-    """Seconds at a point, linearly between its neighbours; None outside the curve."""
-    if point in curve:
-        return curve[point]
-    grid = sorted(curve)
-    above = bisect_left(grid, point)
-    if above in (0, len(grid)):
-        return None
-    low, high = grid[above - 1], grid[above]
-    weight = (point - low) / (high - low)
-    return (1 - weight) * curve[low] + weight * curve[high]

@@ -1,7 +1,8 @@
 """Reading other people's CSV tables: columns by name, cells as numbers, faults named."""
 
 import csv
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
 from math import isfinite
 from pathlib import Path
 
@@ -65,3 +66,16 @@ class Table:
 
     def _place(self, row: int) -> str:
         return f"{self.path}: line {self.lines[row]}"
+
+
+def at_tokens(curve: Mapping[int, float], tokens: int) -> float | None:
+    """Seconds at a number of tokens, linearly between its neighbours; None outside the curve."""
+    if tokens in curve:
+        return curve[tokens]
+    grid = sorted(curve)
+    above = bisect_left(grid, tokens)
+    if above in (0, len(grid)):
+        return None
+    low, high = grid[above - 1], grid[above]
+    weight = (tokens - low) / (high - low)
+    return (1 - weight) * curve[low] + weight * curve[high]

@@ -7,13 +7,12 @@ dense grid. Without the attention table (in Vidur's repository they are large fi
 no layers: then the matrix products and what lies between them become samples by themselves.
 """
 
-from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
 
-from calib.importers.tables import Table
+from calib.importers.tables import Table, at_tokens
 from calib.samples import Sample
 from sim.errors import UserError
 from sim.specs.models import ModelSpec, load_model
@@ -108,7 +107,7 @@ def _layers(path: Path, model_name: str, model: ModelSpec, linear: Mapping[int, 
         prompt = table.text(row, "is_prefill").lower() == "true"
         batch, cached = table.integer(row, "batch_size"), table.integer(row, "kv_cache_size")
         new = table.integer(row, "prefill_chunk_size") if prompt else 1
-        linear_s = _at(linear[tp], batch * new)
+        linear_s = at_tokens(linear[tp], batch * new)
         if linear_s is None or new < 1:
             continue
         kernel = "attn_prefill" if prompt else "attn_decode"
@@ -128,19 +127,6 @@ def _layers(path: Path, model_name: str, model: ModelSpec, linear: Mapping[int, 
         )
         for (tp, batch, new, cached), values in sorted(times.items())
     ]
-
-
-def _at(by_tokens: Mapping[int, float], tokens: int) -> float | None:
-    """Seconds at a number of tokens, interpolated linearly; None outside the grid."""
-    if tokens in by_tokens:
-        return by_tokens[tokens]
-    grid = sorted(by_tokens)
-    above = bisect_left(grid, tokens)
-    if above in (0, len(grid)):
-        return None
-    low, high = grid[above - 1], grid[above]
-    weight = (tokens - low) / (high - low)
-    return (1 - weight) * by_tokens[low] + weight * by_tokens[high]
 
 
 def _all_reduces(path: Path) -> list[Sample]:

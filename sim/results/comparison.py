@@ -33,17 +33,10 @@ FIGURES = {
 }
 
 
-def print_comparison(
-    results: list[Result], folder: Path, bounds: Bounds | None = None, *, figures: bool = True
-) -> None:
-    """Print metrics side by side with ratios to the first policy, then what differs in words; at most 80 columns."""
-    print("\n".join(comparison_lines(results, folder, bounds, figures=figures)))
-
-
 def comparison_lines(
     results: list[Result], folder: Path, bounds: Bounds | None = None, *, figures: bool = True
 ) -> list[str]:
-    """The lines of `print_comparison`; `figures`: whether there are any."""
+    """Metrics side by side with ratios to the first policy, then what differs in words; at most 80 columns."""
     if not results:
         return ["no policy was run"]
     lines = [deployment(results[0]), f"constants: {', '.join(_distinct(constants(r) for r in results))}", ""]

@@ -1,4 +1,4 @@
-"""`contradiction`: where a result file says two things that cannot both be so, as one that was edited may."""
+"""`contradictions`: where a result file says two things that cannot both be so, as one that was edited may."""
 
 from collections.abc import Iterator
 from math import isclose, nan
@@ -12,12 +12,8 @@ ROUNDED = 1e-6
 """Relative difference of two sums of the same figures, in another order."""
 
 
-def contradiction(result: Result) -> str | None:
-    """The first one, such as `mean_e2el_ms is 0 and completed 5`; None where there is none."""
-    return next(_contradictions(result), None)
-
-
-def _contradictions(result: Result) -> Iterator[str]:
+def contradictions(result: Result) -> Iterator[str]:
+    """Each one, such as `mean_e2el_ms is 0 and completed 5`."""
     done, duration_s = result.completed, result.duration
     if result.num_prompts != done + result.ignored:
         yield f"num_prompts is {result.num_prompts}, completed {done} and ignored {result.ignored}"

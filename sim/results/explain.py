@@ -12,7 +12,7 @@ from sim.cost.host import TIE_S
 from sim.errors import UserError
 from sim.results.figures.style import seconds_text
 from sim.results.metrics import EndedRequest
-from sim.results.result import RESULT_FILE, read_result
+from sim.results.result import RESULT_FILE, read_requests
 from sim.results.schema import Result
 from sim.results.time_use import LIMIT_NAMES
 from sim.results.timeline import ITERATIONS, TIMELINE_FILE, TraceEvent, read_timeline
@@ -20,11 +20,8 @@ from sim.results.timeline import ITERATIONS, TIMELINE_FILE, TraceEvent, read_tim
 
 def explain(folder: Path, request_id: int) -> list[str]:
     """Sentences about one request; UserError where there is no such run or request."""
-    path = folder / RESULT_FILE
-    if not path.is_file():
-        raise UserError(f"{folder}: no {RESULT_FILE}; give the folder of one run (of compare, that of a policy)")
-    result = read_result(path)
-    found = _request(result, request_id, path)
+    result = read_requests(folder)
+    found = _request(result, request_id, folder / RESULT_FILE)
     prompt = _tokens(found.prompt_tokens)
     told = [f"Request {request_id} arrived at {_moment(found.arrival_s)} with {prompt} of prompt."]
     if found.error:
@@ -48,9 +45,7 @@ def explain(folder: Path, request_id: int) -> list[str]:
 
 
 def _request(result: Result, request_id: int, path: Path) -> EndedRequest:
-    ids = result.request_ids
-    if ids is UNSET:
-        raise UserError(f"{path}: {result.per_request}; explain reads runs of up to 100,000 requests")
+    ids = result.request_ids or []
     place = bisect_left(ids, request_id)
     if place == len(ids) or ids[place] != request_id:
         span = f"{ids[0]} to {ids[-1]}" if ids else "none"

@@ -224,14 +224,6 @@ def traffic(scenario: ResolvedScenario) -> str:
     return name + (f" at {scenario.request_rate:g} requests/s" if scenario.request_rate else "")
 
 
-def print_run(result: Result, folder: Path) -> None:
-    """Print the summary of one run, as `vllm bench serve` does, in at most 80 columns of plain text.
-
-    Only paths and names may be longer: those are not cut.
-    """
-    print("\n".join(run_lines(result, folder)))
-
-
 LABEL_WIDTH = 34
 
 
@@ -244,7 +236,10 @@ def _rule(title: str, line: str) -> str:
 
 
 def run_lines(result: Result, folder: Path) -> list[str]:
-    """The lines of `print_run`."""
+    """The summary of one run, as `vllm bench serve` has it, in at most 80 columns of plain text.
+
+    Only paths and names may be longer: those are not cut.
+    """
     clock = "executed live" if result.backend == "kvtwin-live" else "simulated"
     lines = [_rule(f"kvtwin: {labels([result])[0]}, {clock}", "=")]
     lines += [_row("Serving", deployment(result)), _row("Constants", constants(result))]

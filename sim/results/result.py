@@ -20,8 +20,8 @@ from sim.errors import UserError
 from sim.files import write_atomically
 from sim.options.policies import options_of
 from sim.results.accuracy import accuracy_of
-from sim.results.contradictions import contradiction
-from sim.results.metrics import PERCENTILES, EndedRequest, RequestLog, gap_statistics
+from sim.results.contradictions import contradictions
+from sim.results.metrics import ARRAY_LIMIT, PERCENTILES, EndedRequest, RequestLog, gap_statistics
 from sim.results.schema import Result
 from sim.results.sections import (
     Counts,
@@ -369,6 +369,17 @@ def read_result(path: Path) -> Result:
     return result_from(read_json_object(path, finite=True), path)
 
 
+def read_requests(folder: Path) -> Result:
+    """The result in a run's folder, with its requests one by one. UserError where there is none, or it has them not."""
+    path = folder / RESULT_FILE
+    if not path.is_file():
+        raise UserError(f"{folder}: no {RESULT_FILE}; give the folder of one run (of compare, that of a policy)")
+    result = read_result(path)
+    if result.request_ids is UNSET:
+        raise UserError(f"{path}: {result.per_request}; explain reads runs of up to {ARRAY_LIMIT:,} requests")
+    return result
+
+
 def result_from(data: dict[str, Any], path: Path) -> Result:
     """The result that `result_data` gave; `path`, where it stands, is for the message."""
     for holder in (data, data.get("scenario")):
@@ -384,7 +395,7 @@ def result_from(data: dict[str, Any], path: Path) -> Result:
     rows = {len(values) for name in PER_REQUEST if (values := getattr(result, name)) is not UNSET}
     if len(rows) > 1:
         raise UserError(f"{path}: {', '.join(PER_REQUEST)} are not all of one length; run it again")
-    if told := contradiction(result):
+    if told := next(contradictions(result), None):
         raise UserError(f"{path}: contradicts itself: {told}; run it again")
     return result
 

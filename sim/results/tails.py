@@ -11,13 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from msgspec import UNSET
 from numpy.typing import NDArray
 
 from sim.errors import UserError
 from sim.results.figures.style import seconds_text
-from sim.results.result import RESULT_FILE, read_result
-from sim.results.schema import Result
+from sim.results.result import RESULT_FILE, read_requests
 from sim.results.time_use import LIMIT_NAMES
 from sim.results.timeline import ITERATIONS, TIMELINE_FILE, TraceEvent, read_timeline
 
@@ -98,27 +96,9 @@ def tail_of(folder: Path, *, slowest: int | None = None, beyond: float | None = 
     Raises:
         UserError: no such run, one without requests one by one, or a set that is empty or everything.
     """
-    path = folder / RESULT_FILE
-    if not path.is_file():
-        raise UserError(f"{folder}: no {RESULT_FILE}; give the folder of one run (of compare, that of a policy)")
     timeline = folder / TIMELINE_FILE
-    return tail(
-        read_result(path), read_timeline(timeline) if timeline.is_file() else None, path, slowest=slowest,
-        beyond=beyond, metric=metric,
-    )  # fmt: skip
-
-
-def tail(
-    result: Result,
-    events: Sequence[TraceEvent] | None,
-    path: Path,
-    *,
-    slowest: int | None = None,
-    beyond: float | None = None,
-    metric: str = "ttft",
-) -> Tail:
-    """As `tail_of`, of a result and its timeline's events."""
-    requests = _requests(result, path)
+    events = read_timeline(timeline) if timeline.is_file() else None
+    requests = _requests(folder)
     values_s = requests.ttft_s if metric == "ttft" else requests.e2el_s
     count = len(values_s)
     # Those above the percentile, which ties may leave empty: then the slowest alone.
@@ -151,15 +131,14 @@ def tail(
     )
 
 
-def _requests(result: Result, path: Path) -> _Requests:
-    if result.request_ids is UNSET:
-        raise UserError(f"{path}: {result.per_request}; explain reads runs of up to 100,000 requests")
+def _requests(folder: Path) -> _Requests:
+    result = read_requests(folder)
     done = np.array([not error for error in result.errors or ()], bool)
     columns: list[Any] = [result.request_ids, result.start_times, result.queue_times, result.ttfts, result.latencies]
     columns += [result.input_lens, result.output_lens]
     found = [np.asarray(column)[done] for column in columns]
     if len(found[0]) < 2:
-        raise UserError(f"{path}: {len(found[0])} completed requests have no others beside them")
+        raise UserError(f"{folder / RESULT_FILE}: {len(found[0])} completed requests have no others beside them")
     return _Requests(found[0], *(np.asarray(column, float) for column in found[1:]))
 
 

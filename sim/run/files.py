@@ -171,9 +171,9 @@ def draw_result(run: Run, result: Result, folder: Path, outputs: Outputs) -> Non
 def print_result(run: Run, result: Result, folder: Path, outputs: Outputs) -> int:
     """Print one run if asked for, and how it ended; returns the exit status."""
     if not outputs.quiet:
-        from sim.results.report import print_run  # noqa: PLC0415 - rich is slow to import
+        from sim.results.report import run_lines  # noqa: PLC0415 - rich is slow to import
 
-        print_run(result, folder)
+        print("\n".join(run_lines(result, folder)))
     return tell_end(run, folder)
 
 

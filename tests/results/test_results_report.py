@@ -7,10 +7,10 @@ import pytest
 from msgspec import structs
 from small_results import counts, lanes, small_result
 
-from sim.results.comparison import comparison_lines, print_comparison, table, write_comparison
+from sim.results.comparison import comparison_lines, table, write_comparison
 from sim.results.comparison_sentences import sentences
 from sim.results.load import mean_decoding
-from sim.results.report import deployment, metric_values, print_run, run_lines
+from sim.results.report import deployment, metric_values, run_lines
 from sim.results.sections import TierUse
 
 
@@ -91,10 +91,9 @@ def empty(policy="vllm-recompute"):
     return small_result(policy=policy)
 
 
-def test_run_is_summed_up_in_80_columns(tmp_path, capsys):
+def test_run_is_summed_up_in_80_columns(tmp_path):
     (tmp_path / "requests.csv").touch()
-    print_run(result_of(), tmp_path)
-    lines = capsys.readouterr().out.splitlines()
+    lines = run_lines(result_of(), tmp_path)
     rows = dict(line.split(":", 1) for line in lines if ":" in line)
     rows = {name: value.strip() for name, value in rows.items()}
     assert rows["Constants"] == "l20-derived (derived, not measured)"
@@ -144,9 +143,8 @@ def test_requests_past_their_first_token_follow_littles_law():
     assert mean_decoding(empty()) is None
 
 
-def test_comparison_shows_ratios_to_the_first_and_stars_the_best(tmp_path, capsys):
-    print_comparison([result_of(), layerkv()], tmp_path)
-    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+def test_comparison_shows_ratios_to_the_first_and_stars_the_best(tmp_path):
+    lines = [" ".join(line.split()) for line in comparison_lines([result_of(), layerkv()], tmp_path)]
     assert lines[1] == "constants: l20-derived (derived, not measured)"
     assert "vllm-recompute layerkv" in lines
     assert "Mean TTFT (ms) 5,100.0 408.0 (0.08x) *" in lines
@@ -244,7 +242,7 @@ def test_comparison_files_hold_metrics_ratios_and_links(tmp_path):
 
 def test_comparison_of_nothing_is_still_a_page(tmp_path):
     assert "No policy was run." in write_comparison(tmp_path, []).read_text()
-    print_comparison([], tmp_path)
+    assert comparison_lines([], tmp_path) == ["no policy was run"]
 
 
 def test_columns_of_large_numbers_do_not_merge(tmp_path):

@@ -8,7 +8,6 @@ from test_results_explain import run_words
 
 import kvtwin
 from sim.results import tails
-from sim.results.result import read_result
 from sim.results.timeline import read_timeline
 
 
@@ -22,8 +21,7 @@ def said(capsys, folder, *words, status=0):
 @pytest.mark.parametrize("policy", ["vllm-recompute", "vllm-v1", "vllm-swap", "layerkv"])
 def test_causes_add_up_to_the_latency_of_every_request(tmp_path, policy, metric):
     run_words(tmp_path, "--timeline", "--no-figures", policy=policy)
-    path = tmp_path / "result.json"
-    requests = tails._requests(read_result(path), path)
+    requests = tails._requests(tmp_path)
     causes = tails._causes(requests, read_timeline(tmp_path / "timeline.json.gz"), metric)
     whole = requests.ttft_s if metric == "ttft" else requests.e2el_s
     np.testing.assert_allclose(sum(causes.values()), whole, atol=1e-6)
