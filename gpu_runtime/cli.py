@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 OWN = ("device", "weights", "attention_backend", "runs", "max_drift")
 """Flags that are not a scenario's."""
-ATTENTION_BACKENDS = ("auto", "flashinfer", "triton", "torch")
+ATTENTION_BACKENDS = ("auto", "fastest", "flashinfer", "triton", "torch")
 
 
 def add_live(parser: argparse.ArgumentParser) -> None:
@@ -52,8 +52,8 @@ def add_device_flags(parser: argparse.ArgumentParser, *, required: bool = True) 
         "--attention-backend",
         choices=ATTENTION_BACKENDS,
         default="auto",
-        help="kernels beside the products of matrices: auto is triton on CUDA and torch on a CPU; flashinfer has not "
-        "been measured yet (%(default)s)",
+        help="kernels beside the products of matrices: auto is triton on CUDA and torch on a CPU, fastest "
+        "what a layer of the model takes the least time with; flashinfer has not been measured yet (%(default)s)",
     )
 
 

@@ -15,6 +15,7 @@ from gpu_runtime.device_memory import DeviceMemory
 from gpu_runtime.instance import LiveInstance, Observer
 from gpu_runtime.kv.copy_spans import CopySpans
 from gpu_runtime.kv.stored import stored_dtype
+from gpu_runtime.machine.fastest_kernels import fastest
 from gpu_runtime.machine.live_memory import check_weights, telling_shortage
 from gpu_runtime.machine.threads import use_fastest_threads
 from gpu_runtime.measured.live_timeline import WARNING, Profiler
@@ -22,7 +23,7 @@ from gpu_runtime.model.backend import activate_flash, check_backend
 from gpu_runtime.model.capture_sizes import capture_sizes
 from gpu_runtime.model.config import DecoderConfig
 from gpu_runtime.model.decoder import Decoder
-from gpu_runtime.model.flashinfer_kernels import build_kernels
+from gpu_runtime.model.flashinfer_kernels import build_all, build_kernels
 from gpu_runtime.model.fp8 import check_fp8
 from gpu_runtime.ranks import Group
 from gpu_runtime.tokens.trace_prompts import TracePrompts
@@ -123,9 +124,12 @@ def load_decoder(model: str, dtype: str, options: LiveOptions, group: Group | No
         decoder = Decoder.from_safetensors(options.weights, options.device, DTYPES[dtype], group)
     else:
         decoder = Decoder.random(config, device=options.device, dtype=DTYPES[dtype], seed=options.seed, group=group)
-    decoder.compute_with(
-        build_kernels(options.attention_backend, decoder.config.num_heads, decoder.dtype, decoder.device)
-    )
+    name, config = options.attention_backend, decoder.config
+    if name == "fastest":
+        kernels = fastest(decoder, build_all(config, decoder.dtype, decoder.device))
+    else:
+        kernels = build_kernels(name, config.num_heads, decoder.dtype, decoder.device)
+    decoder.compute_with(kernels)
     return decoder
 
 
@@ -242,11 +246,12 @@ def perform(
 
 def describe_machine(decoder: Decoder) -> Machine:
     """What executes a decoder: device, library, type of the weights."""
-    cuda = decoder.device.type == "cuda"
+    cuda, kernels = decoder.device.type == "cuda", decoder.kernels
+    attention = kernels.attention_of(decoder.dtype, decoder.config.head_dim, decoder.device)
     return Machine(
         device=torch.cuda.get_device_name(decoder.device) if cuda else processor() or "CPU",
         torch=version("torch"),
         dtype=str(decoder.dtype).removeprefix("torch."),
         threads=str(torch.get_num_threads()),
-        attention=decoder.kernels.attention_of(decoder.dtype, decoder.config.head_dim, decoder.device),
+        attention=f"{attention} ({kernels.why})" if kernels.why else attention,
     )

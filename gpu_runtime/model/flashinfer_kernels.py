@@ -5,6 +5,7 @@ them and writes KV in one kernel and skips padding; flashinfer's take a kernel e
 skips padding nor converts to the pool's type: behind `apply_rope_with_cos_sin_cache_inplace` ours would have to run.
 """
 
+from contextlib import suppress
 from importlib import import_module
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -17,7 +18,9 @@ from gpu_runtime.device_stream import to_device
 from gpu_runtime.kv.pool import KVPool
 from gpu_runtime.model import backend, flash_prompts, torch_attention
 from gpu_runtime.model.attention_batch import AttentionBatch
+from gpu_runtime.model.config import DecoderConfig
 from gpu_runtime.model.kernels import Kernels, PlanDecodes
+from sim.errors import UserError
 
 WORKSPACE_BYTES = 394 * 2**20
 """For partial results of split contexts, as vLLM has it (FLASHINFER_WORKSPACE_BUFFER_SIZE)."""
@@ -160,6 +163,16 @@ class FlashinferKernels(Kernels):
 def build_kernels(name: str, num_heads: int, dtype: torch.dtype, device: torch.device) -> Kernels:
     """The kernels of an attention backend that `backend.check_backend` let pass."""
     return FlashinferKernels(num_heads, dtype, device) if name == "flashinfer" else Kernels()
+
+
+def build_all(config: DecoderConfig, dtype: torch.dtype, device: torch.device) -> dict[str, Kernels]:
+    """The kernels of all backends that can compute a model on a device, those of `auto` first."""
+    found: dict[str, Kernels] = {}
+    for name in backend.OF_DEVICE[device.type][2:]:
+        with suppress(UserError):
+            backend.check_backend(name, device.type, dtype, config)
+            found[name] = build_kernels(name, config.num_heads, dtype, device)
+    return found
 
 
 def _starts(counts: np.ndarray) -> np.ndarray:

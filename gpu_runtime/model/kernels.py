@@ -20,6 +20,8 @@ class Kernels:
 
     one_table = False
     """Whether all layers of a sequence must lie in the same blocks."""
+    why = ""
+    """Why these were chosen, in words, where a measurement chose them."""
     overwrites = False
     """Whether `add_rms_norm` writes over what it is given."""
 

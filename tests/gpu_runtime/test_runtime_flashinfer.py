@@ -129,8 +129,8 @@ def test_pools_with_a_table_for_each_layer_are_refused():
 @pytest.mark.parametrize(
     ("name", "device", "changes", "refusal"),
     [
-        ("flashinfer", "cpu", {}, "does not run on --device cpu: use one of auto, torch"),
-        ("torch", "cuda", {}, "does not run on --device cuda: use one of auto, triton, flashinfer"),
+        ("flashinfer", "cpu", {}, "does not run on --device cpu: use one of auto, fastest, torch"),
+        ("torch", "cuda", {}, "does not run on --device cuda: use one of auto, fastest, triton, flashinfer"),
         ("flashinfer", "cuda", {"absent": True}, r"pip install 'kvtwin\[flashinfer\]'"),
         ("flashinfer", "cuda", {"dtype": torch.float32}, "16 bits, not in torch.float32: give --dtype bfloat16"),
         ("flashinfer", "cuda", {"windows": (9, None)}, "attends to all tokens, and small has layers with a window"),
