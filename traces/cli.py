@@ -4,14 +4,16 @@ import argparse
 import json
 import sys
 from collections.abc import Iterable
+from dataclasses import fields
 from math import inf
 from pathlib import Path
+from typing import Any
 
 from traces.errors import TraceError
 from traces.fields import TIME_UNITS
 from traces.readers import FORMATS, Trace, open_trace
 from traces.request import Request
-from traces.rows import ZERO_TOKENS
+from traces.rows import ZERO_TOKENS, ReadOptions
 from traces.tool_calls import with_tool_calls
 from traces.transforms import at_request_rate, clip, head, merge, scale_rate, spread_ties, window
 from traces.workloads import ABOUT, WORKLOADS, option_help, option_type
@@ -179,19 +181,10 @@ def _add_fetch(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 
 def _open(path: Path, args: argparse.Namespace) -> Trace:
+    reading: dict[str, Any] = {f.name: getattr(args, f.name) for f in fields(ReadOptions) if f.name != "needs_times"}
+    # Lengths can be looked at without, and --request-rate makes others.
     return open_trace(
-        path,
-        format=args.format,
-        time_unit=args.time_unit,
-        hash_block_tokens=args.hash_block_tokens,
-        default_prompt_tokens=args.default_prompt_tokens,
-        default_output_tokens=args.default_output_tokens,
-        tokenizer=args.tokenizer,
-        zero_tokens=args.zero_tokens,
-        sharegpt_filter=args.sharegpt_filter,
-        sort=args.sort,
-        # Lengths can be looked at without, and --request-rate makes others.
-        needs_times="request_rate" in args and args.request_rate is None,
+        path, format=args.format, needs_times="request_rate" in args and args.request_rate is None, **reading
     )
 
 

@@ -1,6 +1,7 @@
 """`conductor_of`: Mooncake's conductor over the engines of a run, and the store that their memories report to."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from math import inf
 from typing import TYPE_CHECKING
@@ -23,10 +24,11 @@ if TYPE_CHECKING:
     from sim.topology.routers import EngineView
 
 
+@dataclass(frozen=True)
 class Prices:
     """What the conductor estimates with: the constants that the clock runs on.
 
-    Args:
+    Attributes:
         prefill, decode: of either kind of engine.
         limits: of those that prefill.
         decode_tokens: KV that one that decodes has room for.
@@ -34,19 +36,13 @@ class Prices:
         s_per_token: of KV over a link, s.
     """
 
-    def __init__(
-        self,
-        prefill: CostModel,
-        decode: CostModel,
-        limits: Limits,
-        decode_tokens: int,
-        *,
-        layers: int,
-        s_per_token: float,
-        members: Sequence[Member],
-    ) -> None:
-        self.prefill, self.decode, self.limits, self.decode_tokens = prefill, decode, limits, decode_tokens
-        self.layers, self.s_per_token, self.members = layers, s_per_token, members
+    prefill: CostModel
+    decode: CostModel
+    limits: Limits
+    decode_tokens: int
+    layers: int
+    s_per_token: float
+    members: Sequence[Member]
 
     def prefill_s(self, request: Request, loaded: int) -> float:
         """A prompt alone, the first `loaded` tokens of it brought in from the host meanwhile."""

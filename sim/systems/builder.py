@@ -1,6 +1,7 @@
 """What building a part is given, and how the parts of a system are built and found to go together."""
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar, cast
 
 from sim.engine.limits import Deployment, Limits
@@ -16,7 +17,6 @@ if TYPE_CHECKING:
     from sim.parts.batching.base import Batching
     from sim.systems.base import Policy
 
-"""The stage of policies that serve with a pool of engines for prefills and one for decodes."""
 MEMPOOL = "mempool"
 """The memory of engines that cache prefixes and send one another what they lack."""
 STORED = "stored"
@@ -30,23 +30,19 @@ def options_among(given: Iterable[object], kind: type[Options]) -> Options:
     return next((found for found in given if isinstance(found, kind)), None) or kind()
 
 
+@dataclass(frozen=True)
 class Builder:
-    """What the parts of one system, for one engine, are built from."""
+    """What the parts of one system, for one engine, are built from; `mixed` are the options of parts mixed in."""
 
-    def __init__(
-        self,
-        policy: "Policy",
-        names: Mapping[str, str],
-        options: tuple[object, ...],
-        limits: Limits,
-        deployment: Deployment,
-    ) -> None:
-        self.policy, self.names, self.limits, self.deployment = policy, names, limits, deployment
-        self._options = options
+    policy: "Policy"
+    names: Mapping[str, str]
+    mixed: tuple[object, ...]
+    limits: Limits
+    deployment: Deployment
 
     def options(self, kind: type[Options]) -> Options:
         """The options of a kind: the preset itself, those given with a part, or the defaults."""
-        return options_among((self.policy, *self._options), kind)
+        return options_among((self.policy, *self.mixed), kind)
 
     @property
     def offloading(self) -> OffloadOptions:
