@@ -8,6 +8,7 @@ it is told and when: so ranks share rank 0's clock, and with it every plan, bloc
 # pyright: reportPrivateImportUsage=false
 
 import os
+import socket
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -40,7 +41,8 @@ class Group:
 
     def __init__(self, rank: int, size: int, store: dist.Store, device: str) -> None:
         self.rank, self.size = rank, size
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK_INTERFACE)
+        for library in ("GLOO", "NCCL"):
+            os.environ.setdefault(f"{library}_SOCKET_IFNAME", LOOPBACK_INTERFACE)
         backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=PATIENCE)
 
@@ -80,14 +82,18 @@ class FirstGroup(Group):
 
     def __init__(self, scenario: Scenario, options: "LiveOptions", serve_others: Callable[..., object]) -> None:
         """Start the others, which load their parts of the model while the caller loads its own `together`."""
-        # Any free port, on which all meet.
-        store = dist.TCPStore(LOOPBACK, 0, scenario.tp, is_master=True, wait_for_workers=False)
+        # Any free port, on which all meet. A store that made its own would listen on all of the machine's addresses.
+        meeting = socket.create_server((LOOPBACK, 0))
+        port = meeting.getsockname()[1]
+        store = dist.TCPStore(
+            LOOPBACK, port, scenario.tp, is_master=True, wait_for_workers=False, master_listen_fd=meeting.detach()
+        )
         self._others: list[Connection] = []
         context, threads = get_context("spawn"), max(1, torch.get_num_threads() // scenario.tp)
         self._processes = []
         for rank in range(1, scenario.tp):
             here, there = context.Pipe()
-            facts = (rank, store.port, there, scenario, options, threads)
+            facts = (rank, port, there, scenario, options, threads)
             self._processes.append(context.Process(target=serve_others, args=facts, daemon=True, name=f"rank {rank}"))
             self._others.append(here)
             self._processes[-1].start()

@@ -2,6 +2,8 @@
 
 import os
 import signal
+import socket
+import sys
 from threading import Barrier, Thread
 
 import msgspec
@@ -128,6 +130,21 @@ def test_processes_serve_as_one_does(scenario, group):
     with pytest.raises(UserError, match="rank 1 of 2 ended with status -9"):
         serve(scenario, decoder, "vllm-v1")
     assert not group._processes[0].is_alive()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="has addresses 127.0.0.x without being told")
+def test_other_machines_cannot_join(scenario, monkeypatch):
+    """A store listens on all addresses unless it is given a socket; then no one else could have its port."""
+    made, store = [], ranks.dist.TCPStore
+    monkeypatch.setattr(
+        ranks.dist, "TCPStore", lambda *args, **options: made.append(store(*args, **options)) or made[0]
+    )
+    started = FirstGroup(scenario, LiveOptions("cpu"), serve_others)
+    try:
+        with socket.create_server(("127.0.0.2", made[0].port)):
+            pass
+    finally:
+        started.close()
 
 
 def test_a_rank_that_fails_ends_the_others_with_its_words(group):
