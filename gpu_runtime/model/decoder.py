@@ -41,8 +41,22 @@ class DecoderLayer:
 
         `keeps_input`: whether the input is left as it is; else its memory may be written to.
         """
+        normed = self.kernels.rms_norm(hidden, self.weights.input_norm, self._config.rms_norm_eps)
+        hidden, update = self.compute(hidden, normed, batch, pool, layer_index, keeps_input=keeps_input)
+        return hidden + update
+
+    def compute(
+        self,
+        hidden: Tensor,
+        normed: Tensor,
+        batch: AttentionBatch,
+        pool: KVPool,
+        layer_index: int,
+        *,
+        keeps_input: bool,
+    ) -> tuple[Tensor, Tensor]:
+        """As `forward`, of an input and its norm: what the MLP reads [N, h], and what it adds to that [N, h]."""
         c, w, kernels = self._config, self.weights, self.kernels
-        normed = kernels.rms_norm(hidden, w.input_norm, c.rms_norm_eps)
         projected = product(normed, w.qkv, w.qkv_bias)
         query, key, value = self._rotary.rotate_and_write(projected, w.q_norm, w.k_norm, pool, layer_index, batch)
         attended = kernels.attend(query, pool, layer_index, batch, (key, value))
@@ -51,8 +65,8 @@ class DecoderLayer:
         update = self._sum(product(attended.flatten(1), w.output))
         hidden, normed = kernels.add_rms_norm(hidden, update, w.post_norm, c.rms_norm_eps)
         if c.experts is not None:
-            return hidden + self._sum(mix_experts(normed, w, c.experts, kernels.silu_and_mul))
-        return hidden + self._sum(product(kernels.silu_and_mul(product(normed, w.gate_up)), w.down))
+            return hidden, self._sum(mix_experts(normed, w, c.experts, kernels.silu_and_mul))
+        return hidden, self._sum(product(kernels.silu_and_mul(product(normed, w.gate_up)), w.down))
 
     def _sum(self, update: Tensor) -> Tensor:
         return update if self._group is None else self._group.sum(update)
@@ -182,21 +196,26 @@ class Decoder:
             before_layer: called with a layer's index before anything of it is queued.
             after_layer: called with a layer's index and its input [N, h] once all of it is queued.
         """
+        epsilon, keeps_input = self.config.rms_norm_eps, after_layer is not None
+        # A layer's output and the norm that reads it are one kernel's work: the next layer's, or the last.
+        norms = [*(layer.weights.input_norm for layer in self.layers), self.ends.final_norm]
         hidden = self.embed(token_ids)
+        normed = self.kernels.rms_norm(hidden, norms[0], epsilon)
         for index, layer in enumerate(self.layers):
             if before_layer is not None:
                 before_layer(index)
-            entered, hidden = (
-                hidden,
-                layer.forward(hidden, batch, pool, index, keeps_input=after_layer is not None),
-            )
+            entered = hidden
+            hidden, update = layer.compute(hidden, normed, batch, pool, index, keeps_input=keeps_input)
+            hidden, normed = self.kernels.add_rms_norm(hidden, update, norms[index + 1], epsilon)
             if after_layer is not None:
                 after_layer(index, entered)
-        return self.logits(hidden.index_select(0, batch.last_rows if sample_rows is None else sample_rows))
+        return self._logits(normed.index_select(0, batch.last_rows if sample_rows is None else sample_rows))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[rows, V] of the last layer's outputs [rows, h]."""
-        normed = self.kernels.rms_norm(hidden, self.ends.final_norm, self.config.rms_norm_eps)
+        return self._logits(self.kernels.rms_norm(hidden, self.ends.final_norm, self.config.rms_norm_eps))
+
+    def _logits(self, normed: Tensor) -> Tensor:
         logits = linear(normed, self.ends.head)
         return logits if self.group is None else self.group.gather(logits)[:, : self.config.vocab_size]
 

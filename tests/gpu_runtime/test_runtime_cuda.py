@@ -14,6 +14,7 @@ from gpu_runtime.model.capture_sizes import capture_sizes
 from gpu_runtime.model.decode_graph import DecodeGraph
 from gpu_runtime.model.decoder import Decoder, DecoderLayer
 from gpu_runtime.model.flashinfer_kernels import build_kernels
+from gpu_runtime.model.fp8 import CAPABILITY, Fp8Matrix
 from gpu_runtime.model.rotary import RotaryEmbedding
 from gpu_runtime.model.weights import EndWeights, LayerWeights
 from kvtwin.testing import live, requests
@@ -27,6 +28,9 @@ TOLERANCE = {torch.float32: 2e-4, torch.float16: 2e-2, torch.bfloat16: 0.15}
 CONFIGS = {
     "mha": msgspec.structs.replace(SMALL, num_kv_heads=6),
     "gqa": msgspec.structs.replace(SMALL, hidden_size=256, num_heads=8, num_kv_heads=2, head_dim=64, qk_norm=True),
+    "windows": msgspec.structs.replace(
+        SMALL, hidden_size=256, num_heads=8, num_kv_heads=2, head_dim=64, windows=(9, None, 9, None)
+    ),
     "odd": msgspec.structs.replace(SMALL, num_heads=7, num_kv_heads=1, head_dim=24, qkv_bias=True),
 }
 STEPS = [{0: range(40), 1: range(3)}, {1: [7], 0: range(50, 99), 2: range(5)}, {0: [1], 1: [2], 2: [3]}, {2: range(33)}]
@@ -81,6 +85,17 @@ def test_graphs_give_the_logits_of_eager_decodes(on_cpu, dtype, by_layer):
         expected = decoder.forward(ids, batch, runner.pool)
         torch.testing.assert_close(logits, expected, atol=TOLERANCE[dtype], rtol=0)
         torch.testing.assert_close(written, runner.pool.data, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("rows", [1, 7, 300])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_fp8_products_are_those_of_a_cpu(rows, dtype):
+    if torch.cuda.get_device_capability() < CAPABILITY:
+        pytest.skip("no FP8 on this GPU")
+    held, hidden = Fp8Matrix.of(torch.randn(256, 64)), torch.randn(rows, 64).to(dtype)
+    there = Fp8Matrix(held.data.cuda(), held.scales.cuda())
+    # torch sums in another order, and rounds to 16 bits.
+    torch.testing.assert_close(there.product(hidden.cuda()).cpu(), held.product(hidden), atol=0.1, rtol=2e-2)
 
 
 @pytest.mark.parametrize("kv_dtype", [None, torch.float8_e4m3fn])

@@ -1,6 +1,7 @@
 """How often kernels are launched where there is CUDA, with the kernels themselves pretended; and what warms them up."""
 
 from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 import torch
@@ -8,12 +9,14 @@ import torch
 pytest.importorskip("triton", reason="triton is not installed")
 
 import msgspec
-from runtime_small import SMALL
+from runtime_small import SMALL, Runner
 
 from gpu_runtime.kv.pool import KVPool
 from gpu_runtime.layers.warm_up import batches
 from gpu_runtime.model import attention, backend, torch_attention, triton_attention
 from gpu_runtime.model.attention_batch import LONG_PROMPT, AttentionBatch
+from gpu_runtime.model.decoder import Decoder
+from gpu_runtime.model.kernels import Kernels
 from kvtwin.testing import limits
 
 
@@ -102,6 +105,27 @@ def test_prompts_attend_as_in_plain_torch_where_chunks_lie_between_them(launched
     expected = torch.empty_like(query)
     torch_attention.attend_prompts(query, key, value, batch, expected, window=window)
     torch.testing.assert_close(found[batch.prompt_rows], expected[batch.prompt_rows])
+
+
+def test_each_sum_is_one_kernel_with_the_norm_behind_it():
+    """Those behind an MLP were two: the sum, and the next layer's norm of it."""
+
+    class Counted(Kernels):
+        calls: ClassVar = []
+
+        def rms_norm(self, *facts):
+            self.calls.append("norm")
+            return super().rms_norm(*facts)
+
+        def add_rms_norm(self, hidden, update, weight, epsilon):
+            self.calls.append("sum and norm")
+            return hidden + update, Kernels().rms_norm(hidden + update, weight, epsilon)
+
+    runner = Runner(Decoder.random(SMALL, device="cpu", dtype=torch.float32, seed=1))
+    expected = runner.step({0: [1, 2]})[0]
+    runner.decoder.compute_with(Counted())
+    assert torch.equal(runner.step({1: [1, 2]})[1], expected)
+    assert Counted.calls == ["norm", *["sum and norm"] * 8]
 
 
 def test_without_flash_a_long_prompt_never_takes_cudnn(monkeypatch):

@@ -214,7 +214,7 @@ class TestDecoder:
 
     @pytest.fixture
     def runners(self, monkeypatch):
-        config = msgspec.structs.replace(SMALL, num_layers=2, qk_norm=True, qkv_bias=True)
+        config = msgspec.structs.replace(SMALL, num_layers=2, qk_norm=True, qkv_bias=True, windows=(11, None))
         decoder = Decoder.random(config, device="cpu", dtype=torch.float32, seed=0)
         reference, runner = (Runner(decoder, block_tokens=4, seed=seed) for seed in (1, 2))
         monkeypatch.setattr(triton_attention, "_num_sms", lambda device: 8)
