@@ -326,7 +326,8 @@ def default_profile(gpu_name: str) -> Profile:
             return _read(path)
     gpus = sorted({name.rpartition("-")[0] for name in shipped_profiles()})
     raise UserError(
-        f"profile: none is shipped for gpu {gpu_name!r} (there are: {', '.join(gpus)}): give one with --profile"
+        f"profile: none is shipped for gpu {gpu_name!r} (there are: {', '.join(gpus)}): give one with "
+        "--profile; `kvtwin profile derive` makes one"
     )
 
 

@@ -140,7 +140,7 @@ class Scenario:
         None, "attend to a part of the context, or keep one: quest:budget=N, snapkv:budget=N and others of "
         "docs/sparse-attention.md, further options behind commas", "METHOD:...", sparse=True,
     )  # fmt: skip
-    gpu: str = _flag("a100-80g", "GPU name", "G")
+    gpu: str = _flag("a100-80g", "GPU name, or the file of a specification", "G")
     tp: int = _count(1, "GPUs in the tensor-parallel group", unit="GPUs", alias="tensor_parallel_size")
     pipeline_parallel_size: int | None = _count(
         None, "stages that the layers of an engine lie on, each of --tp GPUs, with as many batches in flight",
