@@ -26,6 +26,7 @@ OF_COMPUTE = 0.5
 """Least share of a faster GPU's gain with which another limit binds."""
 TEN_GB = 10e9
 COMPUTE = "compute"
+FP8_KV = "fp8 KV"
 SPEED_ERRORS = {"derived": 0.1, "imported": 0.05, "measured": 0.05, "measured-from-server": 0.05}
 """How much faster or slower than a profile of that status the GPU might be, for the range of the answer.
 
@@ -69,27 +70,30 @@ def faster(options: Mapping[str, Any], factor: float) -> dict[str, Any]:
 
 
 def changes(options: Mapping[str, Any]) -> list[Change]:
-    """What can be changed of a deployment."""
+    """What can be changed of a deployment; not the KV memory of pools that have unlike numbers of blocks."""
     setup = setup_of(options)
     limits = setup.limits
+    # One --num-gpu-blocks-override is of both pools.
+    has_memory = setup.decode is None or setup.decode.limits.num_gpu_blocks == limits.num_gpu_blocks
 
     def memory(num_blocks: int) -> dict[str, Any]:
         return {"num_gpu_blocks_override": num_blocks, "gpu_memory_utilization": Scenario.gpu_memory_utilization}
 
     budget, seats = ceil(MORE * limits.max_num_batched_tokens), ceil(MORE * limits.max_num_seqs)
     held = {"max_num_batched_tokens": max(limits.max_num_batched_tokens, seats)}
-    found = [
-        Change("KV memory", "limit", memory(ceil(MORE * limits.num_gpu_blocks))),
+    found = [Change("KV memory", "limit", memory(ceil(MORE * limits.num_gpu_blocks)))] if has_memory else []
+    found += [
         Change("seats", "limit", {"max_num_seqs": seats, **held}),
         Change("token budget", "limit", {"max_num_batched_tokens": budget}),
         Change(COMPUTE, "limit", faster(options, MORE), MORE),
     ]
     if pcie := _pcie(setup):
-        found.insert(3, Change("PCIe", "limit", _profile(options, f"pcie_bytes_per_s={MORE * pcie!r}")))
+        found.insert(-1, Change("PCIe", "limit", _profile(options, f"pcie_bytes_per_s={MORE * pcie!r}")))
     if setup.scenario.link_gbps is not None:
         found.append(Change("link", "limit", {"link_gbps": MORE * setup.scenario.link_gbps}))
-    ten = limits.num_gpu_blocks + int(TEN_GB / limits.block_bytes)
-    found.append(Change("10 GB more KV memory a GPU", "purchase", memory(ten)))
+    if has_memory:
+        ten = limits.num_gpu_blocks + int(TEN_GB / limits.block_bytes)
+        found.append(Change("10 GB more KV memory a GPU", "purchase", memory(ten)))
     if setup.decode is None and setup.pp == 1 and setup.scenario.autoscale is None:
         engines = setup.scenario.num_engines + 1
         router = setup.scenario.router or "least-loaded"
@@ -99,7 +103,7 @@ def changes(options: Mapping[str, Any]) -> list[Change]:
         engines = getattr(setup.scenario, f"{role}_replicas") + 1
         found.append(Change(f"one {role} engine more", "purchase", {f"{role}_replicas": engines}))
     if setup.scenario.kv_cache_dtype == "auto":
-        found.append(Change("fp8 KV", "purchase", {"kv_cache_dtype": fp8_of(setup)}))
+        found.append(Change(FP8_KV, "purchase", {"kv_cache_dtype": fp8_of(setup)}))
     if setup.policy.name == "vllm-v1" and not options.get("kv_offloading_size"):
         found.append(Change("CPU offload of 64 GiB", "purchase", {"kv_offloading_size": 64.0}))
     return found

@@ -22,7 +22,7 @@ from sim.specs.hardware import load_hardware
 from sim.study.deployments import Deployment, Layouts, Space
 from sim.study.draws import OF_TRAFFIC, OF_WORKLOADS, Draws, draws
 from sim.study.intervals import apart, of_another_draw
-from sim.study.limits import SPEED_ERRORS, Gain, bound_by, changes, faster, gains_of
+from sim.study.limits import FP8_KV, SPEED_ERRORS, Gain, bound_by, changes, faster, gains_of
 from sim.study.points import setup_of
 from sim.study.race import LONGER_S, STEP, Bar, Ground, Raced, Work, race
 from sim.study.search import DEFAULT_SLO, PRECISION, Ran, Reached, Slo, answers, check_slos, mean_of, most_load, runs
@@ -427,7 +427,10 @@ class _Planner:
         heads = [self.draws.head(number, LONGER_S, load) for number in range(min(self.asked.seeds, EXPLAINED_ON))]
         options = best.deployment.options
         base = {**options, **heads[0]}
-        what_if, error = changes(base), SPEED_ERRORS[setup_of(base).profile.status]
+        # What was tried in full is told by that.
+        has_fp8 = not all(one.deployment.keeps_answers for one in answer.held)
+        what_if = [one for one in changes(base) if one.name != FP8_KV or not has_fp8]
+        error = SPEED_ERRORS[setup_of(base).profile.status]
         (first,) = self._searched([(options, [load] * len(heads))], heads, STEP**0.5)
         more = [(one.options, one.guess) for one in what_if]
         more += [(faster(base, speed), speed) for speed in (1 - error, 1 + error)]
