@@ -116,12 +116,24 @@ PY
 }
 
 smoke() {
-    local policy status=0
-    for policy in vllm-recompute vllm-swap layerkv; do
-        "$python" -m kvtwin live --device "$device" --model "$small" --policy "$policy" --workload fixed --input-len 60 \
-            --output-len 20 --num-prompts 12 --num-gpu-blocks-override 24 --num-cpu-blocks-override 60 \
-            --request-rate 50 --max-num-seqs 16 --out "$work/smoke-$policy" || status=1
-    done
+    local status=0 can
+    serve_few() {
+        "$python" -m kvtwin live --device "$device" --workload fixed --input-len 60 --output-len 20 --num-prompts 12 \
+            --num-gpu-blocks-override 24 --num-cpu-blocks-override 60 --request-rate 50 --max-num-seqs 16 \
+            --out "$work/smoke" "$@" || status=1
+    }
+    for policy in vllm-recompute vllm-swap layerkv; do serve_few --model "$small" --policy "$policy"; done
+    # What not every machine has: a second GPU, and tensor cores for FP8. A CPU has both, in its way.
+    can=$("$python" - "$device" <<'PY'
+import sys, torch
+on_cpu = sys.argv[1] == "cpu"
+print("two" * (on_cpu or torch.cuda.device_count() > 1), "fp8" * (on_cpu or torch.cuda.get_device_capability() >= (8, 9)))
+PY
+    )
+    [[ $can != *two* ]] || serve_few --model "$small" --policy vllm-v1 --tp 2
+    mkdir -p "$work/fp8"
+    sed 's/^{/{"quantization_config": {"quant_method": "fp8", "activation_scheme": "dynamic"}, /' "$small" >"$work/fp8/config.json"
+    [[ $can != *fp8* ]] || serve_few --model "$work/fp8/config.json" --policy vllm-v1
     return $status
 }
 
