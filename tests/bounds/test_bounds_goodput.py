@@ -127,6 +127,11 @@ def test_prompts_that_no_engine_takes_count_neither_way():
     assert bound.least_duration_s == pytest.approx(0.3)
 
 
+def test_a_prompt_as_long_as_the_context_counts():
+    machine = linear_machine(prefill=(0.0, 0.01, 0.0), decode=(0.0, 0.0, 0.0))
+    assert bound_of(requests((0.0, 40, 1)), limits(max_model_len=40), machine).good_requests == pytest.approx(1.0)
+
+
 @pytest.mark.parametrize("name", ["vllm-recompute", "sarathi"])
 def test_prompts_beyond_the_longest_context_count_where_they_are_computed_in_chunks(name):
     """vLLM 0.5.5 compares a chunk with `max_model_len`, not the prompt."""

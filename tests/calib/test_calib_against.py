@@ -1,10 +1,16 @@
 """`kvtwin validate --against`: what it says of a server that is our own simulation, and of one worked out by hand."""
 
 import json
+from pathlib import Path
 
 import pytest
 from server_small import serve, setup
 from test_calib_cli import attempt, is_drawn, refused
+
+from gpu_runtime.twin.against import measured_metrics
+from sim.run.served import measured_times
+from traces.request import Request
+from traces.served import ServedRun
 
 ENGINE = ("--gpu", "a100-80g", "--model", "llama-2-7b", "--max-model-len", "4096")
 
@@ -60,6 +66,13 @@ def test_metrics_and_worst_requests_of_a_run_worked_out_by_hand(tmp_path, capsys
         (1, "e2el", 1.0),
     )
     assert abs(1 - first["ratio"]) > abs(1 - second["ratio"])
+
+
+def test_gaps_of_a_few_answers_are_not_those_of_the_server():
+    requests = [Request(i, 0.0, 10, 3) for i in range(3)]
+    served = ServedRun(Path("run.json"), requests, [0.1] * 3, [0.5] * 3, [(0.2, 0.2), (), ()], 0)
+    found = measured_metrics(served, measured_times(served))
+    assert found["mean_ttft_ms"] == pytest.approx(100.0) and not any("itl" in name for name in found)
 
 
 def test_what_cannot_be_compared_is_refused_by_name(tmp_path, capsys):

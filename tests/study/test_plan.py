@@ -16,7 +16,7 @@ from sim.study import search
 from sim.study.deployments import Deployment, Layouts, Space
 from sim.study.limits import changes
 from sim.study.plan import Held, plan, read_plan
-from sim.study.plan_report import error_sentences, front, lines
+from sim.study.plan_report import _paragraphs, error_sentences, front, lines
 from sim.study.points import Outcome
 from sim.study.search import PRECISION, Reached
 from sim.study.serve_commands import manifest, run_command, serve_commands
@@ -380,3 +380,8 @@ def test_how_far_off_the_slos_metrics_may_be_is_told_by_measured_rows():
     assert [*error_sentences(["p99_ttft_ms"], [{"p99_ttft_ms": 1.0}])] == [
         "Error of p99_ttft_ms: unknown (too few measured rows)."
     ]
+
+
+def test_a_page_has_a_paragraph_a_sentence_and_lists_that_stand_apart():
+    told = ["first", "  one", "  two", "last"]
+    assert [*_paragraphs(told)] == ["", "first", "", "- one", "- two", "", "last"]
