@@ -148,7 +148,7 @@ def _spans(events: Sequence[TraceEvent], request_id: int) -> list[tuple[str, flo
 AWAY = {
     "preempted": "lost its KV and waited to be computed again",
     "swapped out": "was swapped out to the host",
-    "parked": "was parked, its KV not all on the GPU",
+    "parked": "was parked: in no batch, its KV held or on its way",
     "coming back": "waited for its KV to come back from the host",
     "recompute": "was computed again",
     "tool": "waited for a tool",

@@ -113,6 +113,8 @@ class RequestLog:
         self.num_broken_off = 0
         """Of those ignored, the ones that had been scheduled before."""
         self.good = 0
+        self.tool_s = 0.0
+        """With tools, of requests completed."""
         """Requests completed that met every SLO they have."""
         self.by_slos: dict[SLOs, Attained] = {}
         """Of requests that have SLOs of their own."""
@@ -157,6 +159,7 @@ class RequestLog:
         if num_output > 1:
             # A tool's time is not the engine's.
             tpot_s = (e2el_s - ttft_s - seq.tool_s) / (num_output - 1)
+            self.tool_s += seq.tool_s
             self.tpot_s.append(tpot_s)
         self.completed += 1
         self.prompt_tokens += prompt_tokens

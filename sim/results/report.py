@@ -63,6 +63,7 @@ LATENCY_PARTS = {
     "engine": "engine's own time",
     "passed": "others computed",
     "preempted": "preempted, parked",
+    "tool": "with tools",
 }
 """Names of the parts of the mean latency that are not queueing (`LatencyParts`)."""
 METRICS = (

@@ -71,8 +71,9 @@ class LatencyParts(Struct, kw_only=True, frozen=True):
     passed_s: float
     """In the batch, or half prefilled, while an iteration computed others."""
     preempted_s: float
-    """In no batch since it was first scheduled: preempted, paused, swapped out, parked, with a tool, or between two
-    engines."""
+    """In no batch since it was first scheduled: preempted, paused, swapped out, parked, or between two engines."""
+    tool_s: float | UnsetType = UNSET
+    """With tools. Absent: none was called."""
 
 
 class Scaling(Struct, kw_only=True, frozen=True):

@@ -113,6 +113,7 @@ def result_of(rng: random.Random) -> Result:
     parts = {
         name: rng.choice(part_s[1:] if name[:2] not in ("co", "en") else part_s)
         for name in LatencyParts.__struct_fields__
+        if name != "tool_s"
     }
     attained = rng.choice((None, 0.0, 0.0004, 0.5, 0.75, 1.0))
     changes: dict[str, object] = {

@@ -45,7 +45,17 @@ def test_parts_add_up_to_the_latency_and_watching_changes_nothing(policy):
     assert structs.replace(kept, latency_parts=UNSET) == plain
     assert total_s(parts) == pytest.approx(kept.mean_e2el_ms / 1e3, rel=1e-9)
     assert parts.queue_s == pytest.approx(kept.mean_queue_ms / 1e3, rel=1e-6)
-    assert min(seconds for seconds in structs.astuple(parts)) >= -1e-6 * total_s(parts)
+    assert min(seconds or 0.0 for seconds in structs.astuple(parts)) >= -1e-6 * total_s(parts)
+
+
+def test_time_with_tools_is_a_part_by_itself(tmp_path):
+    """Four seconds with tools and no one else there: next to nothing is left to be called preempted."""
+    path = tmp_path / "t.csv"
+    path.write_text("arrival_s,prompt_tokens,output_tokens,tool_calls\n0,30,20,5:1.5:8;9:2.5:8\n")
+    for policy in ("infercept", "infercept:tool-kv=preserve"):
+        parts = assemble(finished(policy, SERIES, Scenario(trace=str(path)))).latency_parts
+        assert parts.tool_s == 4.0
+        assert parts.preempted_s == pytest.approx(0.0, abs=0.01)
 
 
 class ByRequest:
@@ -91,7 +101,7 @@ def test_sums_are_those_over_single_requests_and_jumping_changes_no_part(policy)
         assert sum(run.engines[0].series.time_use.bound_s) == pytest.approx(each.seconds, rel=1e-9)
         found.append(structs.astuple(parts))
     for one, other in zip(*found, strict=True):
-        assert isclose(one, other, rel_tol=1e-6, abs_tol=1e-6)
+        assert isclose(one or 0.0, other or 0.0, rel_tol=1e-6, abs_tol=1e-6)
 
 
 def test_who_is_scheduled_ahead_waits_for_others_and_is_not_preempted():
