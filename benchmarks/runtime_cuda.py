@@ -29,7 +29,7 @@ from gpu_runtime.live import DTYPES, check_device, default_dtype, describe_machi
 from gpu_runtime.machine.live_memory import check_weights, free_bytes  # noqa: E402
 from gpu_runtime.machine.threads import use_fastest_threads  # noqa: E402
 from gpu_runtime.model.attention_batch import AttentionBatch  # noqa: E402
-from gpu_runtime.model.backend import check_backend  # noqa: E402
+from gpu_runtime.model.backend import activate_flash, check_backend  # noqa: E402
 from gpu_runtime.model.config import DecoderConfig  # noqa: E402
 from gpu_runtime.model.decode_graph import DecodeGraph  # noqa: E402
 from gpu_runtime.model.decoder import Decoder  # noqa: E402
@@ -253,6 +253,8 @@ def build_decoder(model: str, dtype: torch.dtype, device: str, longest: int) -> 
     check_weights(config, dtype, device)
     if device == "cpu":
         use_fastest_threads(config, dtype)
+    if device == "cuda":
+        activate_flash(torch.device(device))
     return Decoder.random(config, device=device, dtype=dtype, seed=0)
 
 

@@ -14,6 +14,7 @@ import psutil
 import torch
 
 from calib.measure.capacity import Capacity
+from gpu_runtime.model.backend import activate_flash
 
 REASONS = {
     0x4: "power cap", 0x8: "hardware slowdown", 0x20: "software thermal", 0x40: "hardware thermal", 0x80: "power brake"
@@ -55,6 +56,8 @@ def device_facts(device: torch.device) -> dict[str, str]:
             "gpus": str(torch.cuda.device_count()),
             "compute_capability": f"{properties.major}.{properties.minor}",
             "cuda": str(torch.version.cuda),
+            # As the live runtime has it: other kernels would be timed than serve.
+            "flash_attention": activate_flash(device),
             "driver": _smi(device, "driver_version") or "unknown: no nvidia-smi",
         }
     return facts

@@ -57,8 +57,8 @@ def has_flash(dtype: torch.dtype, head_dim: int, device: torch.device) -> bool:
     return fits and torch.cuda.get_device_capability(device)[0] >= FLASH_CAPABILITY
 
 
-def activate_flash(device: torch.device) -> None:
-    """Let the newest FlashAttention that is installed for this CUDA device take the place of torch's own, the second.
+def activate_flash(device: torch.device) -> str:
+    """Let the newest FlashAttention that is installed for this CUDA device take the place of torch's own; its name.
 
     torch knows how from 2.10 on, and does so only where it is asked.
     """
@@ -68,6 +68,7 @@ def activate_flash(device: torch.device) -> None:
         # It may not be installed, lack its kernels, or be unknown to this torch.
         with suppress(ImportError, RuntimeError, ValueError):
             activate(wanted)
+    return current_flash()
 
 
 def current_flash() -> str:

@@ -232,3 +232,13 @@ def test_a_driver_that_does_not_answer_says_nothing(gpu, monkeypatch):
     monkeypatch.setattr(machine.shutil, "which", lambda name: None)
     monkeypatch.setattr(machine.subprocess, "run", lambda *_, **__: pytest.fail("asked nobody"))
     assert machine._smi(CUDA, "x") == ""
+
+
+def test_a_calibration_times_the_flash_attention_that_serves(gpu, monkeypatch):
+    """It timed torch's own where the live runtime activates a newer one; the profile's provenance names it."""
+    asked = []
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    activated = {"activate": asked.append, "current": lambda: (asked or [None])[-1]}
+    for verb, found in activated.items():
+        monkeypatch.setattr(torch.nn.attention, f"{verb}_flash_attention_impl", found, raising=False)
+    assert machine.device_facts(CUDA)["flash_attention"] == "FA3" and asked == ["FA3"]
