@@ -185,6 +185,9 @@ class PrefixMemory(PagedMemory):
         """The whole batch decodes in this step: what that fills can be hit from now on, where in-flight hits are."""
         if self.in_flight_hits:
             self._num_pending = 0
+            if self._looked_up[2].growing:
+                # It was looked up before they were taken.
+                self._looked_up = (None, -1, NOTHING)
 
     def catch_up(self) -> None:
         """From now on the batch may not grow in step: publish what it has filled so far."""

@@ -22,6 +22,7 @@ from sim.systems.adaptive.park import Park
 from sim.systems.adaptive.preset import Adaptive
 from sim.systems.adaptive.prospects import AWAY, DECODES, LEAVING, RETURNING, Judged, Prospects
 from sim.systems.adaptive.triage import KEPT
+from sim.systems.base import Policy
 from sim.systems.vllm_v1 import VllmV1
 from traces.request import Request
 
@@ -294,3 +295,19 @@ def test_who_holds_all_blocks_but_one_returns_when_nothing_else_is_left(at_s):
     assert outcome.scheduler.counters.policy == {"parked_sequences": 1, "returned_sequences": 1}
     assert outcome.scheduler.counters.swap_out_blocks == outcome.scheduler.counters.swap_in_blocks == 7
     assert [seq.request.request_id for seq in outcome.ended] == [1, 0]
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_what_an_iteration_fills_is_hit_in_it_as_in_vllm(ahead):
+    """The prompt was looked up before the decodes had their blocks, and kept what it was told then."""
+    limit = replace(limits(gpu=40, chunked=True), enable_prefix_caching=True)
+
+    def hit(policy: Policy, arrival_s: float) -> int:
+        answers = Request(0, 0.0, 4, 60, "", (7,), 16, (8, 9, 10))
+        asks = Request(1, arrival_s, 34, 2, "", (7, 20, 21), 16)
+        return simulate(policy, [answers, asks], limit).by_id()[1].num_cached_tokens
+
+    times = [0.01 * i for i in range(15, 30)]
+    theirs = [hit(VllmV1(async_scheduling=ahead), at) for at in times]
+    assert set(theirs) == {0, 16}
+    assert [hit(Adaptive(async_scheduling=ahead), at) for at in times] == theirs
