@@ -232,8 +232,6 @@ def perform(
     except KeyboardInterrupt:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         run.interrupted = True
-        if group is not None:
-            group.close()
     except TraceError as error:
         run.error = str(error)
     finally:

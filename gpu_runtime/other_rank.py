@@ -3,6 +3,7 @@
 # pyright: reportPrivateImportUsage=false
 
 import signal
+from contextlib import suppress
 from multiprocessing.connection import Connection
 
 import torch
@@ -40,6 +41,6 @@ def serve_others(
         return
     except Exception as error:
         told = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
-        first.send(f"rank {rank} of {scenario.tp}: {told.splitlines()[0]}")
-        # Not before it was read does this process go, and with it its connections.
-        first.close()
+        # Where rank 0 has failed first, nobody hears.
+        with suppress(OSError):
+            first.send(f"rank {rank} of {scenario.tp}: {told.splitlines()[0]}")

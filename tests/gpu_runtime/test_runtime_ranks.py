@@ -4,7 +4,9 @@ import os
 import signal
 import socket
 import sys
-from threading import Barrier, Thread
+from _thread import interrupt_main
+from dataclasses import replace
+from threading import Barrier, Thread, Timer
 
 import msgspec
 import pytest
@@ -145,6 +147,16 @@ def test_other_machines_cannot_join(scenario, monkeypatch):
             pass
     finally:
         started.close()
+
+
+def test_an_interrupt_ends_all_ranks_and_keeps_what_is_finished(scenario, group):
+    with group.together():
+        decoder = load_decoder(scenario.model, scenario.dtype, LiveOptions("cpu"), group)
+    slow, timer = replace(scenario, request_rate=2.0), Timer(1.5, interrupt_main)
+    timer.start()
+    _, run = serve(slow, decoder, "vllm-v1")
+    assert run.interrupted and run.engines[0].log.completed < 10
+    assert not group._processes[0].is_alive()
 
 
 def test_a_rank_that_fails_ends_the_others_with_its_words(group):
