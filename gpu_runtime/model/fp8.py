@@ -121,4 +121,7 @@ def check_fp8(name: str, widths: dict[str, int], device: torch.device) -> None:
         )
     for what, width in widths.items():
         if width % STEP:
-            raise UserError(f"{name}: FP8 products need multiples of {STEP}, {width} {what}: take a lower --tp")
+            raise UserError(
+                f"{name}: FP8 products need multiples of {STEP}, {width} {what}: take a lower --tp, or an unquantised "
+                "checkpoint"
+            )
