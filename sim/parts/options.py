@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator
 from dataclasses import field, fields
 from functools import partial
+from math import inf
 from typing import Any, NamedTuple
 
 from sim.errors import UserError
@@ -63,8 +64,9 @@ class CheckedOptions:
             if within and value is not None and not within[0] <= value <= within[1]:
                 name = each.name.replace("_", "-")
                 owner = "--" if each.metadata["plain"] else f"{self.name} " if self.name else ""
-                limits = f"{within[0]:g} and {within[1]:g}"
-                raise UserError(f"{owner}{name}: {value} is not between {limits} ({each.metadata['help']})")
+                least, most = within
+                problem = f"less than {least:g}" if most == inf else f"not between {least:g} and {most:g}"
+                raise UserError(f"{owner}{name}: {value} is {problem} ({each.metadata['help']})")
 
 
 class Conditional(NamedTuple):
