@@ -14,8 +14,10 @@ iterations, and until the work of all is done: goodput is at most that count ove
 runs that serve every request that fits. No engine takes whole prompts beyond `max_model_len`, which count neither way;
 in chunks vLLM 0.5.5 does.
 
-A sequence that decodes holds blocks or streams them from the host, and a seat. Not covered: restoring from hidden
-states, and decoding several tokens at a time.
+A sequence that decodes holds blocks or streams them from the host, and a seat. Where its last token must come soon
+after its first, what it adds to short iterations counts more (`Work.paced_s`); that is so of good requests alone, and
+the duration does not know of it. Not covered: restoring from hidden states, decoding several tokens at a time, and
+tokens that come out of computing again where most of the context is cached.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,7 +29,7 @@ from scipy.sparse import coo_matrix, csr_matrix
 
 from sim.bounds.first_tokens import most_in_time, positive
 from sim.bounds.step_price import step_prices
-from sim.bounds.work import Floats, Ints, least_work, priced
+from sim.bounds.work import Floats, Ints, least_work, paced, priced
 from sim.cost.model import CostModel
 from sim.engine.limits import Limits
 from traces.request import Request
@@ -79,16 +81,25 @@ def goodput_bound(
         span_s = float((arrivals + alone_s)[~may_fail].max() - arrivals.min())
     # Without deadlines, all of them one after another.
     allowed_s = min(float(np.median(last - arrivals)), float(np.ptp(arrivals) + (prefills + decodes).max(axis=1).sum()))
-    mix = _best_mix(prefills, decodes, num_engines * max(span_s, allowed_s))
-    prefill_s, decode_s = prefills @ mix, decodes @ mix
     least_s = max(span_s, float((prefills + decodes)[~may_fail].sum(axis=0).max()) / num_engines)
     good = 0.0
     if served.any():
         # The price by which prompts take longest, whatever is beside them.
+        paced_prefills, paced_decodes = paced(work, prices, limits, decode_spans(outputs, slos))
+        all_prefills, all_decodes = np.hstack([prefills, paced_prefills]), np.hstack([decodes, paced_decodes])
+        mix = _best_mix(all_prefills, all_decodes, num_engines * max(span_s, allowed_s))
+        prefill_s, decode_s = all_prefills @ mix, all_decodes @ mix
         prompt_s = prefills[:, prefills[served].sum(axis=0).argmax()] / num_engines
         windows = arrivals[served], first[served], last[served]
         good = _most_good(*windows, prefill_s[served], decode_s[served], prompt_s[served], num_engines)
     return GoodputBound(good, least_s)
+
+
+def decode_spans(outputs: Ints, slos: Sequence[SLOs]) -> Floats:
+    """Time from each request's first token to its last, at most, s."""
+    allowed_s = np.array([[np.inf if one_s is None else one_s for one_s in slo] for slo in slos])
+    _, tpot_s, e2el_s = allowed_s.T
+    return np.minimum(tpot_s * np.maximum(1, outputs - 1), e2el_s) + TIE_S
 
 
 def deadlines(arrivals: Floats, outputs: Ints, slos: Sequence[SLOs]) -> tuple[Floats, Floats]:

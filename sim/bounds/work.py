@@ -29,6 +29,12 @@ class Work(NamedTuple):
     window_tokens: Floats
     blocks: Floats
     """Summed over the decodes, those alone that no other request may share."""
+    first_context: Floats
+    last_context: Floats
+    """Of the first and the last decode, tokens."""
+    first_window: Floats
+    last_window: Floats
+    """Of these, within the sliding window."""
 
     def prefill_s(self, price: LinearPrice) -> Floats:
         """Least work of the prompts, s."""
@@ -43,6 +49,30 @@ class Work(NamedTuple):
             + price.window_s * self.window_tokens
             + block_share * price.fixed_s * self.blocks
         )
+
+    def paced_s(self, price: LinearPrice, allowed_s: Floats) -> Floats:
+        """Least work of the decodes, s, where the last token comes within `allowed_s` of the first.
+
+        In an iteration of L seconds all decodes add L - F at most to its fixed time F. So x L / (L - F) can be charged
+        for one that adds x, and never more than L in all. A request's d decodes are in iterations of their own, whose
+        u = L - F sum up to U = allowed - d F at most. By Cauchy and Schwarz, the sum of x F / u >= F (sum of root
+        x)^2 / U. Each root is at least its chord between the first decode's and the last's.
+
+        A sequence that is computed again gets its token in an iteration that samples: that takes F as well.
+        """
+        decodes = np.maximum(1.0, self.decodes)
+        shared_s = (price.shared_s - price.context_s) * self.shared_tokens / decodes
+        least, most = (
+            np.sqrt(price.decode_s + price.context_s * context + shared_s + price.window_s * window)
+            for context, window in (
+                (self.first_context, self.first_window), (self.last_context, self.last_window),
+            )
+        )  # fmt: skip
+        added_s = self.decode_s(price, 0.0, 0.0)
+        roots = (added_s + self.decodes * least * most) / np.maximum(1e-30, least + most)
+        # Who adds more than there is cannot be good; what it adds is right for any.
+        left_s = np.maximum(np.maximum(1e-30, added_s), allowed_s - self.decodes * price.fixed_s)
+        return added_s + price.fixed_s * roots**2 / left_s
 
 
 def least_work(requests: Sequence[Request], limits: Limits, cost: CostModel) -> tuple[Work, NDArray[np.bool_]]:
@@ -75,6 +105,8 @@ def least_work(requests: Sequence[Request], limits: Limits, cost: CostModel) -> 
     if limits.states is not None:
         # Layers that attend may have more of the pool than their share of a whole block.
         blocks = np.zeros_like(blocks)
+    first, last = prompts + np.minimum(decodes, 1), prompts + decodes
+    most = np.iinfo(np.int64).max if limits.window is None else limits.window.tokens
     work = Work(
         *(
             column.astype(float)
@@ -86,6 +118,10 @@ def least_work(requests: Sequence[Request], limits: Limits, cost: CostModel) -> 
                 decodes * shared,
                 window,
                 np.maximum(0, blocks),
+                first,
+                last,
+                np.minimum(first, most),
+                np.minimum(last, most),
             )
         )
     )
@@ -132,6 +168,20 @@ def _attention_s(cached: Ints, new: Ints, cost: CostModel) -> Floats:
         else:
             pairs += layers.num_layers * (_sum_to(cached + new) - _sum_to(cached))
     return cost.attention_s_per_pair / cost.attention_layers * pairs
+
+
+def paced(work: Work, prices: list[LinearPrice], limits: Limits, allowed_s: Floats) -> tuple[Floats, Floats]:
+    """As `priced`, of requests that have all their tokens within `allowed_s` of the first.
+
+    None where layers keep states: what these add to the fixed time is a decode's alone.
+    """
+    chosen = [price for price in prices if not price.by_blocks] if limits.states is None else []
+    num = len(allowed_s)
+    prefills, decodes = (
+        np.array(columns).reshape(len(chosen), num).T
+        for columns in ([work.prefill_s(p) for p in chosen], [work.paced_s(p, allowed_s) for p in chosen])
+    )
+    return prefills, decodes
 
 
 def priced(work: Work, prices: list[LinearPrice], limits: Limits, cost: CostModel) -> tuple[Floats, Floats]:

@@ -13,7 +13,7 @@ from kvtwin.testing.clusters import simulate_pools
 from kvtwin.testing.engines import roofline_machine
 from sim.bounds.first_tokens import STEPS, most_in_time
 from sim.bounds.goodput import GoodputBound, certified, goodput_bound, least_within
-from sim.bounds.step_price import step_prices, tangents
+from sim.bounds.step_price import LinearPrice, step_prices, tangents
 from sim.bounds.work import least_work
 from sim.cost.engine_profile import load_engine_profile
 from sim.cost.forms import LinearCost
@@ -235,8 +235,36 @@ def test_no_iteration_is_cheaper_than_its_linear_prices(name, prompts, contexts)
     host_s = cost.added_host_s(len(prompts) + len(contexts))
     blocks = sum(-(-context // 16) for context in contexts)
     for price in step_prices(cost, 16, blocks):
-        # As many blocks as are held: all of the fixed time is due.
-        assert price.least_s(plan, attention_s) <= (cost.iteration_s(plan) + host_s) * (1 + 1e-9)
+        # As many blocks as are held: all of the fixed time is due; by seats it is without decodes, too.
+        fixed_s = 0.0 if contexts or price.by_blocks else price.fixed_s
+        assert price.least_s(plan, attention_s) + fixed_s <= (cost.iteration_s(plan) + host_s) * (1 + 1e-9)
+
+
+def test_a_decode_beside_the_weights_costs_more_where_tpot_is_short():
+    """5 ms each beside 10 ms, a token every 20 ms: two fit an iteration, so each of 10 takes half of one, 10 ms."""
+    cost = LinearCost((0.0, 0.0, 0.0), (0.01, 0.005, 0.0), 0.0, 1.0, model=linear_machine().model)
+    work, _ = least_work(requests((0.0, 10, 11)), limits(), cost)
+    price = step_prices(cost, 16, 100)[0]._replace(fixed_s=0.01)
+    assert work.paced_s(price, np.array([0.2])) == pytest.approx([0.1])
+    assert work.paced_s(price, np.array([np.inf])) == pytest.approx([0.05])
+
+
+@given(
+    st.integers(1, 30),
+    st.floats(0.0, 1e-2),
+    st.floats(0.0, 1e-4),
+    st.floats(1e-3, 0.1),
+    st.lists(st.floats(1.0, 50.0), min_size=30, max_size=30),
+)
+def test_no_iterations_of_any_lengths_cost_a_good_request_less(num_decodes, decode_s, context_s, fixed_s, times):
+    """Each iteration is charged x L / (L - F), its own L drawn: L - F is at least x."""
+    price = LinearPrice(0.0, 0.0, decode_s, context_s, context_s, 0.0, fixed_s)
+    work, _ = least_work(requests((0.0, 100, num_decodes + 1)), limits(), linear_machine().cost)
+    added_s = decode_s + context_s * (101 + np.arange(num_decodes))
+    left_s = np.maximum(1e-6, added_s * times[:num_decodes])
+    charged_s = float((added_s * (1.0 + fixed_s / left_s)).sum())
+    (least_s,) = work.paced_s(price, np.array([float((fixed_s + left_s).sum())]))
+    assert least_s <= charged_s * (1 + 1e-9)
 
 
 # -- against exhaustive search ---------------------------------------------------------------------------------------
