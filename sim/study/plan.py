@@ -331,25 +331,25 @@ class _Planner:
         self.work.expect("every draw", 4.0 * (1 + len(others)) * self.asked.seeds * self.draws.num_requests)
         self.work.begin("every draw")
         traffics = [self._traffic(number) for number in range(self.asked.seeds)]
-        asked = [(first.deployment.options, [first.load] * len(traffics))]
-        (reached,) = self._searched(asked, traffics, STEP**0.5)
+        asked = [(first.deployment.options, [(first.load, STEP**0.5)] * len(traffics))]
+        (reached,) = self._searched(asked, traffics)
         # How much harder one draw is than another it is for all of them.
         scales = [(on_draw.most or first.load) / first.load for on_draw in reached]
-        asked = [(one.deployment.options, [one.load * scale for scale in scales]) for one in others]
-        found = [reached, *self._searched(asked, traffics, 1.0 + PRECISION)]
+        asked = [(one.deployment.options, [(one.load * scale, 1.0 + PRECISION) for scale in scales]) for one in others]
+        found = [reached, *self._searched(asked, traffics)]
         held = [Held(one.deployment, reached) for one, reached in zip((first, *others), found, strict=True)]
         held.sort(key=lambda one: -one.mean)
         self.sizes[gpu, count] = replace(size, held=held)
         return self.sizes[gpu, count]
 
     def _searched(
-        self, asked: Sequence[tuple[dict[str, Any], Sequence[float]]], traffics: Sequence[dict[str, Any]], step: float
+        self, asked: Sequence[tuple[dict[str, Any], Sequence[tuple[float, float]]]], traffics: Sequence[dict[str, Any]]
     ) -> list[tuple[Reached, ...]]:
-        """What each of these options sustains on each traffic, beginning at the loads beside them with that step."""
+        """What options sustain on each traffic, beginning at the loads and with the steps beside them."""
         searches = [
             most_load({**traffic, **options}, self.asked.slos, start=start, step=step, is_near=True)
-            for options, starts in asked
-            for traffic, start in zip(traffics, starts, strict=True)
+            for options, begins in asked
+            for traffic, (start, step) in zip(traffics, begins, strict=True)
         ]
         reached = answers(searches, self.store, self.means, self.work.of(traffics), self.asked.slos)
         size = len(traffics)
@@ -431,12 +431,12 @@ class _Planner:
         has_fp8 = not all(one.deployment.keeps_answers for one in answer.held)
         what_if = [one for one in changes(base) if one.name != FP8_KV or not has_fp8]
         error = SPEED_ERRORS[setup_of(base).profile.status]
-        (first,) = self._searched([(options, [load] * len(heads))], heads, STEP**0.5)
+        (first,) = self._searched([(options, [(load, STEP**0.5)] * len(heads))], heads)
         more = [(one.options, one.guess) for one in what_if]
         more += [(faster(base, speed), speed) for speed in (1 - error, 1 + error)]
-        # Most buy nothing: two runs tell, of which one is ended early.
-        asked = [({**options, **one}, [(at.most or load) * guess for at in first]) for one, guess in more]
-        rows = [first, *self._searched(asked, heads, 1.0 + PRECISION)]
+        # What buys nothing meets and misses the SLOs where the deployment itself does: two runs, one ended early.
+        asked = [({**options, **one}, [bracket(at, load, guess) for at in first]) for one, guess in more]
+        rows = [first, *self._searched(asked, heads)]
         at_first, *changed, slow, fast = map(mean_of, rows)
         share = load / at_first.most if at_first.most else 0.0
         if self.asked.objective == "goodput":
@@ -464,6 +464,12 @@ class _Planner:
         most = next((count for count in counts if load(count, 0) >= 1.0), None)
         fewest = min(fewest or answer.num_gpus, answer.num_gpus)
         return fewest, None if most is None else max(most, answer.num_gpus)
+
+
+def bracket(reached: Reached, load: float, factor: float) -> tuple[float, float]:
+    """Where the search of something that brings such a factor begins, and its step: to the load that failed before."""
+    most, failing = reached.most or load, reached.least_failing
+    return most * factor, failing / most if reached.most and failing else 1.0 + PRECISION
 
 
 def _finalists(raced: Sequence[Raced]) -> Iterator[Raced]:

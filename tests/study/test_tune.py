@@ -17,6 +17,7 @@ from sim.study import knobs as drawing
 from sim.study.draws import like_traffic
 from sim.study.intervals import geometric_mean
 from sim.study.limits import BINDS, binding
+from sim.study.plan import bracket
 from sim.study.points import Outcome
 from sim.study.search import PRECISION, Ran, Reached, Slo, fewest_engines, fewest_pools, most_load
 from sim.study.sweep import Means
@@ -62,6 +63,19 @@ def test_from_near_the_most_load_is_found_in_two_runs_and_from_afar_to_the_preci
     assert near == (near[0], 2) and near[0].most == threshold
     reached, count = driven(most_load({}, SLOS, start=threshold * off, step=1 + PRECISION, is_near=True), ttft_ms)
     assert threshold / (1 + PRECISION) <= reached.most <= threshold * 1.001 and count <= 16
+
+
+@given(st.floats(0.5, 5.0), st.floats(0.9, 1.1), st.floats(0.0, 400.0))
+def test_what_changes_nothing_gains_nothing_though_p99_goes_up_and_down_with_load(threshold, off, waves):
+    """Beyond the load that failed another passed: searched by steps of its own, all that bought nothing brought 2 %."""
+
+    def ttft_ms(options):
+        load = options["rate_scale"]
+        return 100.0 * load / threshold + 5.0 * math.sin(waves * load)
+
+    first, _ = driven(most_load({}, SLOS, start=threshold * off, step=1.06, is_near=True), ttft_ms)
+    start, step = bracket(first, threshold, 1.0)
+    assert driven(most_load({}, SLOS, start=start, step=step, is_near=True), ttft_ms)[0].most == first.most
 
 
 @given(st.integers(1, 500), st.integers(1, 500))
