@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 from itertools import accumulate
 from pathlib import Path
+from struct import pack
 from typing import IO, Any
 
 import msgspec
@@ -189,7 +190,8 @@ class ParquetTable:
         pa = self._pa
         if kind is not str:
             typed, code = (pa.int64(), "q") if kind is int else (pa.float64(), "d")
-            return pa.Array.from_buffers(typed, len(values), [None, pa.py_buffer(array(code, values))])
+            packed = pack(f"{len(values)}{code}", *values)
+            return pa.Array.from_buffers(typed, len(values), [None, pa.py_buffer(packed)])
         words = [value.encode() for value in values]
         ends = array("i", accumulate(map(len, words), initial=0))
         return pa.Array.from_buffers(pa.utf8(), len(words), [None, pa.py_buffer(ends), pa.py_buffer(b"".join(words))])

@@ -5,12 +5,12 @@ Names and definitions are those of `vllm bench serve`: TTFT is first token minus
 for a request (`ToolCall`) is in its end-to-end latency alone, not in TPOT and ITL, nor in what SLOs are held against.
 """
 
-from array import array
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
-from math import sqrt
-from typing import NamedTuple, Protocol, cast
+from math import nan, sqrt
+from struct import Struct
+from typing import Any, NamedTuple, Protocol, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -63,6 +63,14 @@ ENGINE_COLUMNS = {
 """What follows them where a run has several engines; the second only where some prefill for others."""
 
 
+COMPLETED = Struct("=4df")
+COMPLETED_COLUMNS = np.dtype(
+    [*((name, "f8") for name in ("arrival_s", "ttft_s", "tpot_s", "e2el_s")), ("queue_s", "f4")]
+)
+"""What is kept of each request that completed, packed. Half precision would do for no percentile; single does for
+queueing, which vLLM's names do not include. TPOT is not a number where there was one token."""
+
+
 class Attained(NamedTuple):
     """How many requests of some SLOs ended, and how many of them met these."""
 
@@ -94,7 +102,7 @@ _make_ended = cast(
 
 
 class RequestLog:
-    """Counts, sums and the floats that exact percentiles and the most in flight need: 36 bytes a finished request.
+    """Counts, sums and what exact percentiles and the most in flight need: 36 bytes a request that completed.
 
     Each request's own figures are kept beside them up to `ARRAY_LIMIT` requests.
     """
@@ -122,17 +130,42 @@ class RequestLog:
         self.output_tokens = 0
         self.first_arrival_s = float("inf")
         self.last_finish_s = 0.0
-        self.ttft_s = array("d")
-        self.tpot_s = array("d")
-        self.e2el_s = array("d")
-        self.arrival_s = array("d")
-        """Of those completed, in order of their end."""
-        # Half precision would do for no percentile; single does for this one, which vLLM's names do not include.
-        self.queue_s = array("f")
+        self._completed = bytearray()
         self.requests: list[EndedRequest] | None = []
         """In order of their end; None past `ARRAY_LIMIT`."""
         self.ended_at: Counter[int] = Counter()
         """Requests that ended at each of several engines."""
+
+    def _column(self, name: str) -> NDArray[Any]:
+        """A view: while it lives, no request may end."""
+        values: NDArray[Any] = np.frombuffer(self._completed, COMPLETED_COLUMNS)[name]
+        return values
+
+    @property
+    def arrival_s(self) -> NDArray[np.float64]:
+        """Of the requests that completed, in order of their end, as the times below."""
+        return self._column("arrival_s")
+
+    @property
+    def queue_s(self) -> NDArray[np.float32]:
+        """From arrival until first scheduled."""
+        return self._column("queue_s")
+
+    @property
+    def ttft_s(self) -> NDArray[np.float64]:
+        """From arrival to the first token."""
+        return self._column("ttft_s")
+
+    @property
+    def tpot_s(self) -> NDArray[np.float64]:
+        """Per output token after the first, of requests of two tokens or more."""
+        values = self._column("tpot_s")
+        return values[~np.isnan(values)]
+
+    @property
+    def e2el_s(self) -> NDArray[np.float64]:
+        """From arrival to the last token."""
+        return self._column("e2el_s")
 
     @property
     def ended(self) -> int:
@@ -160,16 +193,12 @@ class RequestLog:
             # A tool's time is not the engine's.
             tpot_s = (e2el_s - ttft_s - seq.tool_s) / (num_output - 1)
             self.tool_s += seq.tool_s
-            self.tpot_s.append(tpot_s)
         self.completed += 1
         self.prompt_tokens += prompt_tokens
         self.output_tokens += num_output
         if finish_s > self.last_finish_s:
             self.last_finish_s = finish_s
-        self.arrival_s.append(arrival_s)
-        self.ttft_s.append(ttft_s)
-        self.e2el_s.append(e2el_s)
-        self.queue_s.append(queue_s)
+        self._completed += COMPLETED.pack(arrival_s, ttft_s, tpot_s if num_output > 1 else nan, e2el_s, queue_s)
         own = seq.request.slos
         slos = self.goodput if own is None else own
         good = slos is None or slos.met(ttft_s, tpot_s, e2el_s - seq.tool_s)
@@ -223,8 +252,8 @@ class RequestLog:
         """Most of those completed that were in flight at once, from arrival up to their last token (as vLLM counts)."""
         if not self.completed:
             return 0
-        arrivals = np.frombuffer(self.arrival_s, dtype=np.float64)
-        ends = arrivals + np.frombuffer(self.e2el_s, dtype=np.float64)
+        arrivals = self.arrival_s
+        ends = arrivals + self.e2el_s
         ends.sort()
         arrivals = np.sort(arrivals)
         most = 1
@@ -238,9 +267,14 @@ class RequestLog:
     def latencies(self) -> dict[str, float | None]:
         """The statistics of TTFT, TPOT, E2EL and queueing under vLLM's names (ms)."""
         found: dict[str, float | None] = {}
-        for name, values in (("ttft", self.ttft_s), ("tpot", self.tpot_s), ("e2el", self.e2el_s)):
-            found.update(summary(np.frombuffer(values, dtype=np.float64) if values else None, name))
-        found.update(summary(np.frombuffer(self.queue_s, dtype=np.float32) if self.queue_s else None, "queue"))
+        times: dict[str, NDArray[Any]] = {
+            "ttft": self.ttft_s,
+            "tpot": self.tpot_s,
+            "e2el": self.e2el_s,
+            "queue": self.queue_s,
+        }
+        for name, values in times.items():
+            found.update(summary(values, name))
         return found
 
 
@@ -261,9 +295,9 @@ def _named(latency: str, figures_s: list[float]) -> dict[str, float | None]:
     return {name: figure * 1e3 for name, figure in zip(names(latency), figures_s, strict=True)}
 
 
-def summary(values_s: NDArray[np.floating] | None, name: str) -> dict[str, float | None]:
+def summary(values_s: NDArray[np.floating], name: str) -> dict[str, float | None]:
     """Statistics of values in s, by `names`; None without any."""
-    if values_s is None:
+    if not values_s.size:
         return dict.fromkeys(names(name))
     values_s = np.sort(values_s)
     percentiles = [sorted_percentile(values_s, p) for p in PERCENTILES]

@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from array import array
 from itertools import pairwise
 
 import numpy as np
@@ -14,10 +13,12 @@ import pytest
 from small_results import flags
 
 import kvtwin
+from sim.engine.sequence import Sequence
 from sim.files import CsvTable, InOrder, ParquetTable
 from sim.results import metrics
 from sim.results.series import COLUMNS
 from sim.run.files import RowsAtOnce
+from traces.request import Request
 
 POLICIES = ["vllm-recompute", "vllm-swap", "layerkv"]
 # p0 + p1 tokens + p2 squares; d0 + d1 batch + d2 context: every time below is worked out from these.
@@ -148,19 +149,23 @@ def test_peaks_are_those_that_the_arrays_show(crowd):
 
 
 def test_most_in_flight_does_not_depend_on_what_was_asked_before():
-    log = metrics.RequestLog()
-    log.completed = 3
-    log.arrival_s.extend([0.0, 1.0, 2.0])
-    log.e2el_s.extend([9.0, 0.5, 0.5])
+    def log_of(*e2els_s):
+        log = metrics.RequestLog()
+        for arrival_s, e2el_s in enumerate(e2els_s):
+            seq = Sequence(Request(arrival_s, float(arrival_s), 1, 1))
+            seq.num_generated, seq.first_scheduled_s, seq.first_token_s = 1, arrival_s, arrival_s
+            seq.finish_s = arrival_s + e2el_s
+            log.end(seq)
+        return log
+
+    log = log_of(9.0, 0.5, 0.5)
     assert log.max_concurrent_requests() == 2
     log.latencies()
     assert log.max_concurrent_requests() == 2
     # Whose end is another's arrival is no longer in flight.
-    log.e2el_s[:] = array("d", [2.0, 1.5, 1.0])
-    assert log.max_concurrent_requests() == 2
+    assert log_of(2.0, 1.5, 1.0).max_concurrent_requests() == 2
     # As it is where the end is a sum that rounds up, in a jump or because the arrival is not 0.
-    log.e2el_s[:] = array("d", [2.0 + 1e-12, 1.5, 1.0])
-    assert log.max_concurrent_requests() == 2
+    assert log_of(2.0 + 1e-12, 1.5, 1.0).max_concurrent_requests() == 2
 
 
 def test_tokens_are_counted_only_where_each_has_a_time(tmp_path):

@@ -1,12 +1,11 @@
 """What the figures need of runs: `FigureRun`, copied out of a run that has ended, and the clock that runs share."""
 
-from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from sim.results.schema import Result
 
@@ -56,7 +55,7 @@ class FigureRun:
         return FigureRun(label, result, series, ttft_s, tpot_s, queue_s, ttft_s - queue_s, arrival_s, engines)
 
 
-def _floats(values: array) -> Floats:
+def _floats(values: ArrayLike) -> Floats:
     return np.array(values, dtype=np.float64)
 
 
