@@ -92,7 +92,7 @@ class Computation:
         self, plan: IterationPlan, chunks: abc.Sequence[PrefillChunk], decodes: abc.Sequence[Decode], reason: str
     ) -> None:
         """A sequence that could not be computed: it fails, and the token that the engine counts is a filler."""
-        sampled = [seq for seq, new, cached, _ in chunks if cached + new == seq.num_tokens]
+        sampled = [c.seq for c in chunks if c.num_cached + c.num_new == c.seq.num_tokens]
         self._in_flight.give_up([*sampled, *(seq for seq, _ in decodes)])
         self._done.num_decodes += len(decodes)
         for seq in [*(chunk.seq for chunk in chunks), *(seq for seq, _ in decodes)]:
@@ -107,7 +107,7 @@ class Computation:
         if not chunks and self._replay(decodes):
             return
         work = self._memory.new_pass()
-        spans = [(seq, cached, cached + num_new) for seq, num_new, cached, _ in chunks]
+        spans = [(c.seq, c.num_cached, c.num_cached + c.num_new) for c in chunks]
         spans += [(seq, num_tokens - 1, num_tokens) for seq, num_tokens in decodes]
         if self._caches_prefixes:
             spans = self._memory.placement.prefixes.to_compute(spans)

@@ -160,7 +160,7 @@ class TorchDevice:
         copies, inputs, uncached = self.memory.copies, self.memory.inputs, self.memory.uncached
         decodes = [(seq, num_tokens_of(seq)) for seq in plan.decodes]
         under_way = self._in_flight.under_way
-        self._in_flight.begin({seq: new for seq, new, _, _ in plan.chunks} | {seq: 1 for seq, _ in decodes})
+        self._in_flight.begin({chunk.seq: chunk.num_new for chunk in plan.chunks} | {seq: 1 for seq, _ in decodes})
         for change in plan.changes:
             if type(change) is Append:
                 self.tokens.extend(change.seq, change.num_tokens)
@@ -177,10 +177,10 @@ class TorchDevice:
         if plan.chunks or decodes:
             if self.memory.has_windows:
                 # What an iteration under way reads is given back one later, as the scheduler counts.
-                reading = [(seq, cached) for seq, _, cached, _ in plan.chunks]
+                reading = [(chunk.seq, chunk.num_cached) for chunk in plan.chunks]
                 reading += [(seq, num_tokens - 1) for seq, num_tokens in decodes]
                 placement.leave((seq, position - under_way.get(seq, 0)) for seq, position in reading)
-            placement.grow((seq, cached + new) for seq, new, cached, _ in plan.chunks)
+            placement.grow((chunk.seq, chunk.num_cached + chunk.num_new) for chunk in plan.chunks)
             placement.grow(decodes)
             if inputs is not None:
                 inputs.begin(plan, decodes)

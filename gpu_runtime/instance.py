@@ -170,7 +170,7 @@ class LiveInstance:
             if plan is not None:
                 # What is in the batch changes before the tokens come.
                 plan.decodes = tuple(plan.decodes)
-                sampled = [seq for seq, new, cached, _ in plan.chunks if cached + new == seq.num_tokens]
+                sampled = [c.seq for c in plan.chunks if c.num_cached + c.num_new == c.seq.num_tokens]
                 sampled += plan.decodes
                 device.launch(plan)
                 self._report_failures()

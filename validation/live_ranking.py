@@ -60,7 +60,8 @@ STEP_SEQS, STEP_CONTEXT = 16, 64
 
 def step_s(scenario: Scenario) -> float:
     """A decode step, s."""
-    plan = IterationPlan(num_decodes=STEP_SEQS, decode_context_tokens=STEP_SEQS * STEP_CONTEXT)
+    plan = IterationPlan()
+    plan.num_decodes, plan.decode_context_tokens = STEP_SEQS, STEP_SEQS * STEP_CONTEXT
     return prepare(scenario, *parse_policy("vllm-v1", {})).cost.iteration_s(plan)
 
 

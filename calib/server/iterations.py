@@ -8,12 +8,11 @@ of iterations that give no token which the client saw.
 from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from copy import copy
 from dataclasses import dataclass
 from functools import cache
 from math import inf
 from statistics import median
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import numpy as np
 
@@ -21,7 +20,7 @@ from calib.robust import Array
 from sim.clock.arrivals import TIE_S, Arrivals
 from sim.clock.tokeniser import Tokeniser
 from sim.cost.model import CostModel
-from sim.engine.plan import IterationPlan, StepTimes, make_times
+from sim.engine.plan import IterationPlan, PrefillChunk, StepTimes
 from sim.engine.sequence import Sequence
 from sim.run.prepare import Setup
 from sim.run.runs import Recording, build_engine
@@ -40,12 +39,6 @@ class _Flight(NamedTuple):
     plan: IterationPlan
     times: StepTimes
     ended: list[Sequence] | None
-
-
-class _Length(NamedTuple):
-    """What a price asks of a sequence."""
-
-    num_tokens: int
 
 
 @dataclass(frozen=True)
@@ -123,7 +116,7 @@ def replay(setup: Setup, served: ServedRun, known: int) -> Replay:
                     steps.append(Step(tuple(plans), seconds, follows))
                 start_s, follows = end_s, frozen
                 plans, is_clean = [], True
-            times = make_times((1, end_s, 0.0, 0.0, end_s, 1))
+            times = StepTimes(1, end_s, 0.0, 0.0, end_s, 1)
             flying.append(_Flight(plan, times, engine.commit_ahead(plan, times) if most > 1 else None))
         if flying and (plan is None or len(flying) == most):
             landed = flying.popleft()
@@ -178,9 +171,12 @@ def _plan_s(cost: CostModel, plan: IterationPlan, before: IterationPlan | None, 
 
 def _frozen(plan: IterationPlan) -> IterationPlan:
     """The plan as a price needs it, whatever becomes of its sequences."""
-    kept = copy(plan)
-    kept.decodes = ()
-    kept.chunks = tuple(c._replace(seq=cast(Sequence, _Length(c.seq.num_tokens))) for c in plan.chunks)
+    kept = plan.copy()
+    kept.decodes, kept.chunks = (), ()
+    for chunk in plan.chunks:
+        seq = Sequence(chunk.seq.request)
+        seq.num_tokens = chunk.seq.num_tokens
+        kept.chunks += (PrefillChunk(seq, chunk.num_new, chunk.num_cached, chunk.origin),)
     return kept
 
 

@@ -7,11 +7,12 @@ time all the same; what follows of it for people (first tokens, gaps, ends) is k
 from collections import Counter
 from collections.abc import Iterable
 
+from sim.engine.itl import gap_run
 from sim.engine.scheduler import Scheduler
 from sim.engine.sequence import Sequence, Status
 
 
-def _unheard(gap: tuple[float, float, int, int]) -> None:
+def _unheard(run: bytes) -> None:
     """A gap that the scheduler has made of times that are not known yet."""
 
 
@@ -40,7 +41,7 @@ class TokenTimes:
             if self._log is not None:
                 self._log.setdefault(seq.request.request_id, []).append(end_s)
         for last_s, count in before.items():
-            self._add_gap((end_s - last_s, 0.0, 1, count))
+            self._add_gap(gap_run(end_s - last_s, 0.0, 1, count))
         for seq in last:
             seq.last_token_s = end_s
 

@@ -14,7 +14,7 @@ from sim.cost.pricing import Lanes, Pricer
 from sim.engine.engine import Engine
 from sim.engine.itl import GapCollector
 from sim.engine.limits import Deployment, Limits
-from sim.engine.plan import IterationPlan, make_times
+from sim.engine.plan import IterationPlan, StepTimes
 from sim.engine.scheduler import Parts, Scheduler
 from sim.engine.sequence import IGNORED, Sequence
 from sim.errors import InvariantError, UserError
@@ -131,7 +131,7 @@ class Driver:
             self.engine.deliver(flight.ended)
             self._free_s = now_s + (self._flying[0].seconds if self._flying else 0.0)
         else:
-            self.engine.commit(flight.plan, make_times((1, now_s, 0.0, 0.0, now_s, 1)))
+            self.engine.commit(flight.plan, StepTimes(1, now_s, 0.0, 0.0, now_s, 1))
         for seq in flight.seqs:
             request = self.memory.requests.get(seq)
             if request is not None and request.is_finished():

@@ -14,7 +14,7 @@ from typing import Any
 from sim.clock.ahead import AheadMember, Flight
 from sim.clock.member import Member
 from sim.cost.spread_experts import SpreadExpertsCost
-from sim.engine.plan import IterationPlan, StepTimes, make_times
+from sim.engine.plan import IterationPlan, StepTimes
 from sim.engine.sequence import Sequence
 
 DUMMY: list[Sequence] = []
@@ -71,7 +71,7 @@ class Lockstep:
             # Whatever a GPU has done before, it begins the next with the others.
             rank.lanes.compute.free_s = end_s
             self.decides_s = max(self.decides_s, rank.lanes.host.free_s)
-        return [make_times((1, end_s, 0.0, 0.0, end_s, 1))] * len(plans)
+        return [StepTimes(1, end_s, 0.0, 0.0, end_s, 1)] * len(plans)
 
     @property
     def wakes_s(self) -> float:

@@ -16,7 +16,7 @@ from sim.clock.member import Member
 from sim.cost.lanes import Lane
 from sim.cost.model import CostModel
 from sim.cost.pricing import Pricer
-from sim.engine.plan import IterationPlan, StepTimes, make_times
+from sim.engine.plan import IterationPlan, StepTimes
 
 
 class Pipeline:
@@ -73,7 +73,7 @@ class StagePricer(Pricer):
     def step(self, plan: IterationPlan, now_s: float) -> StepTimes:
         start_s = self._before(plan, now_s) if plan.has_swaps else now_s
         end_s = self.pipeline.pass_through(plan, start_s)
-        return make_times((1, end_s, 0.0, 0.0, end_s, 1))
+        return StepTimes(1, end_s, 0.0, 0.0, end_s, 1)
 
 
 class VirtualEngine(Member):

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from sim.cost.lanes import Lane
 from sim.cost.model import run_s, steps_until
-from sim.engine.plan import StepTimes, make_times
+from sim.engine.plan import StepTimes
 
 TIE_S = 1e-9
 """An iteration decided this close to the end of the one before follows it at once."""
@@ -145,4 +145,4 @@ def run_beside_host(
     device.run(start_s, end_s - start_s, "decode", run.busy_s)
     lane.run(start_s, last_s - start_s, "host", host_s * (run.steps - 1))
     lane.free_s, device.free_s = last_s, end_s
-    return make_times((run.steps, now_s + run.first_end_s, run.second_s, run.growth_s, end_s, run.steps))
+    return StepTimes(run.steps, now_s + run.first_end_s, run.second_s, run.growth_s, end_s, run.steps)

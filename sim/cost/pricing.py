@@ -13,7 +13,7 @@ from sim.cost.model import CostModel, run_s, steps_until
 from sim.cost.restoring import LayerSplit, StateBytes, restore_times
 from sim.engine.changes import D2H, H2D, Direction, Move, Projected, Rebuilt, Restore, Streamed, Tier
 from sim.engine.layers import SEND_BUFFER_LAYERS
-from sim.engine.plan import IterationPlan, StepTimes, make_times
+from sim.engine.plan import IterationPlan, StepTimes
 
 KNOWN_COPIES = 4096
 """Sizes of copies, in each direction, whose seconds are kept."""
@@ -162,7 +162,7 @@ class Pricer:
         if plan.after:
             end_s = self._follow(plan, end_s)
         lane.free_s = end_s
-        return make_times((1, end_s, 0.0, 0.0, end_s, 1))
+        return StepTimes(1, end_s, 0.0, 0.0, end_s, 1)
 
     def _before(self, plan: IterationPlan, now_s: float) -> float:
         """Copies on the computation's own stream; returns when it may begin, s."""
@@ -383,7 +383,7 @@ class Pricer:
         if host_s:
             self.lanes.host.run(now_s, end_s - now_s, "host", host_s * steps)
         self.lanes.compute.run(now_s, end_s - now_s, "decode", end_s - now_s - host_s * steps)
-        return make_times((steps, now_s + first_s, first_s + slope_s, slope_s, end_s, steps))
+        return StepTimes(steps, now_s + first_s, first_s + slope_s, slope_s, end_s, steps)
 
     def _run_streamed(
         self,
@@ -417,4 +417,4 @@ class Pricer:
             at_s = now_s + run_s(first_s, growth_s, i + 1)
             lanes.d2h.reserve(at_s - written_s, written_s, "stream KV")
             computing_s += slope_s
-        return make_times((steps, now_s + first_s, first_s + growth_s, growth_s, end_s, steps))
+        return StepTimes(steps, now_s + first_s, first_s + growth_s, growth_s, end_s, steps)

@@ -318,7 +318,8 @@ class RooflineCost(CostModel):
         """Attention of prompts, and of decodes that would read for `read_s` by themselves, in one kernel, s."""
         pairs = float(plan.prefill_pairs)
         longest, tiles, most, sequences = 0.0, 0.0, 1.0, num_decodes
-        for _, num_new, cached, _ in plan.chunks:
+        for chunk in plan.chunks:
+            num_new, cached = chunk.num_new, chunk.num_cached
             if num_new > 1 or not plan.num_single_chunks:
                 longest = max(longest, cached + num_new)
                 pairs += max(0.0, self.tile_tokens - num_new) * (cached + (num_new + 1) / 2)
@@ -364,8 +365,9 @@ class RooflineCost(CostModel):
         """Linear layers and prompts' attention of an iteration where layers differ."""
         sampled = plan.num_sampled_prefills + plan.num_decodes
         seconds = self._linear_parts_s(plan.prefill_tokens + plan.num_decodes, sampled)
-        for seq, num_new, cached, _ in plan.chunks:
-            seconds += self._attention_s(cached, num_new, cached + num_new == seq.num_tokens)
+        for chunk in plan.chunks:
+            is_sampled = chunk.num_cached + chunk.num_new == chunk.seq.num_tokens
+            seconds += self._attention_s(chunk.num_cached, chunk.num_new, is_sampled)
         return seconds
 
     def head_s(self, num_sampled: int) -> float:
@@ -542,7 +544,7 @@ class RooflineCost(CostModel):
 
 def _chunks(plan: IterationPlan) -> Iterator[int]:
     """Tokens of the chunks of prompts in a plan; single tokens count as decodes."""
-    return (new for _, new, _, _ in plan.chunks if new > 1 or not plan.num_single_chunks)
+    return (chunk.num_new for chunk in plan.chunks if chunk.num_new > 1 or not plan.num_single_chunks)
 
 
 def projection_flops(model: ModelSpec) -> float:

@@ -97,7 +97,7 @@ class TableCost(RooflineCost):
 
     def _attention_of(self, plan: IterationPlan, num_decodes: int) -> float:
         """Attention of prompts, and of decodes beside them, in all layers, s."""
-        chunks = [(new, cached) for _, new, cached, _ in plan.chunks if new > 1 or not plan.num_single_chunks]
+        chunks = [(c.num_new, c.num_cached) for c in plan.chunks if c.num_new > 1 or not plan.num_single_chunks]
         new = plan.prefill_tokens
         cached = (plan.prefill_pairs - new * (new + 1) / 2) / new
         if cached >= 0.0 or len(chunks) == 1:

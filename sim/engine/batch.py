@@ -14,6 +14,7 @@ from collections.abc import Collection
 from heapq import heappop, heappush
 from typing import TYPE_CHECKING
 
+from sim.engine.itl import gap_run
 from sim.engine.plan import StepTimes, WindowTokens
 from sim.engine.sequence import Sequence
 from sim.errors import InvariantError
@@ -236,29 +237,29 @@ class DecodeBatch:
 
     def advance(self, times: StepTimes) -> list[Sequence]:
         """Give every member `times.tokens` tokens; take out and return those that are complete."""
-        iterations, first_end_s, second_s, slope_s, end_s, steps = times
+        iterations, first_end_s, steps = times.iterations, times.first_end_s, times.tokens
         add_gap = self._gaps.add
         size = len(self.members)
         late = self._late
         if late:
             for last_s in late.values():
-                add_gap((first_end_s - last_s, 0.0, 1, 1))
+                add_gap(gap_run(first_end_s - last_s, 0.0, 1, 1))
             in_step = size - len(late)
             late.clear()
         else:
             in_step = size
         if in_step:
-            add_gap((first_end_s - self.last_token_s, 0.0, 1, in_step))
+            add_gap(gap_run(first_end_s - self.last_token_s, 0.0, 1, in_step))
         if iterations > 1:
-            add_gap((second_s, slope_s, iterations - 1, size))
+            add_gap(gap_run(times.second_s, times.slope_s, iterations - 1, size))
         if steps > iterations:
             # Tokens of one iteration come together.
-            add_gap((0.0, 0.0, 1, (steps - iterations) * size))
+            add_gap(gap_run(0.0, 0.0, 1, (steps - iterations) * size))
         if self.token_log is not None:
             self._log_tokens(times)
         self.step = step = self.step + steps
         self.context_tokens += steps * size
-        self.last_token_s = end_s
+        self.last_token_s = times.end_s
         finished: list[Sequence] = []
         heap = self._finish_heap
         while heap and heap[0] <= step:
@@ -289,7 +290,7 @@ class DecodeBatch:
         finished = []
         late = self._late
         for seq in chosen:
-            self._gaps.add((end_s - late.get(seq, self.last_token_s), 0.0, 1, 1))
+            self._gaps.add(gap_run(end_s - late.get(seq, self.last_token_s), 0.0, 1, 1))
             late[seq] = end_s
             if self.token_log is not None:
                 self.token_log[seq.request.request_id].append(end_s)

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from sim.engine.batch import DecodeBatch
+from sim.engine.itl import gap_run
 from sim.engine.sequence import Sequence
 from sim.errors import InvariantError
 
@@ -51,9 +52,9 @@ class DraftingBatch(DecodeBatch):
             left = seq.finish_step - self.step
             if not 0 < count <= left:
                 raise InvariantError(f"{seq}: cannot take {count} tokens, {left} are left")
-            add_gap((end_s - late.get(seq, self.last_token_s), 0.0, 1, 1))
+            add_gap(gap_run(end_s - late.get(seq, self.last_token_s), 0.0, 1, 1))
             if count > 1:
-                add_gap((0.0, 0.0, 1, count - 1))
+                add_gap(gap_run(0.0, 0.0, 1, count - 1))
             late[seq] = end_s
             if log is not None:
                 log[seq.request.request_id].extend([end_s] * count)

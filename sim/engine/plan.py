@@ -4,13 +4,10 @@ A plan leaves nothing to guess: it says how many tokens of each sequence are com
 what order (`changes`), and what is copied before, beside and behind the computation and between its layers.
 """
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from enum import Enum
-from functools import partial
 from math import inf
-from typing import NamedTuple, cast
-
-import msgspec
+from typing import NamedTuple
 
 from sim.engine.changes import Change, Move, Projected, Rebuilt, Restore, Streamed
 from sim.engine.sequence import Sequence
@@ -28,28 +25,29 @@ class Origin(Enum):
 ADMITTED, CONTINUED, SWAPPED_IN = Origin.ADMITTED, Origin.CONTINUED, Origin.SWAPPED_IN
 
 
-class PrefillChunk(NamedTuple):
+class PrefillChunk:
     """`num_new` prompt tokens of `seq` to compute, after `num_cached` that are computed already."""
 
-    seq: Sequence
-    num_new: int
-    num_cached: int
-    origin: Origin
+    __slots__ = ("num_cached", "num_new", "origin", "seq")
+
+    def __init__(self, seq: Sequence, num_new: int, num_cached: int, origin: Origin) -> None:
+        self.seq, self.num_new, self.num_cached, self.origin = seq, num_new, num_cached, origin
 
 
-class StepTimes(NamedTuple):
+class StepTimes:
     """When the tokens of a run of like iterations came, s: the first at `first_end_s`, the last at `end_s`.
 
     The second iteration took `second_s`, each further one `slope_s` more than the one before. Every decoding sequence
     took `tokens` tokens in all, as many in each iteration; all tokens of one iteration come at its end.
     """
 
-    iterations: int
-    first_end_s: float
-    second_s: float
-    slope_s: float
-    end_s: float
-    tokens: int
+    __slots__ = ("end_s", "first_end_s", "iterations", "second_s", "slope_s", "tokens")
+
+    def __init__(
+        self, iterations: int, first_end_s: float, second_s: float, slope_s: float, end_s: float, tokens: int
+    ) -> None:
+        self.iterations, self.tokens = iterations, tokens
+        self.first_end_s, self.second_s, self.slope_s, self.end_s = first_end_s, second_s, slope_s, end_s
 
     @property
     def last_s(self) -> float | None:
@@ -65,71 +63,104 @@ class WindowTokens(NamedTuple):
     num_growing: int
 
 
-# As those of `sim.engine.changes`.
-_chunk = cast(Callable[[tuple[Sequence, int, int, Origin]], PrefillChunk], partial(tuple.__new__, PrefillChunk))
-make_times = cast(Callable[[tuple[int, float, float, float, float, int]], StepTimes], partial(tuple.__new__, StepTimes))
+SLOTS = (
+    "chunks",
+    "prefill_tokens",
+    "prefill_pairs",
+    "prefill_squares",
+    "num_sampled_prefills",
+    "decodes",
+    "num_decodes",
+    "num_single_chunks",
+    "decode_context_tokens",
+    "decode_window",
+    "decode_longest_tokens",
+    "drafts",
+    "taken",
+    "decode_shared_tokens",
+    "max_steps",
+    "until_s",
+    "cut_on_arrival",
+    "changes",
+    "swapped_out_blocks",
+    "swapped_in_blocks",
+    "mixed_restores",
+    "beside",
+    "after",
+    "awaited",
+    "behind",
+    "behind_groups",
+    "behind_blocks",
+    "pulled",
+    "streamed",
+    "added_s",
+)
+"""What a plan says; a copy of one says the same."""
 
 
-class IterationPlan(msgspec.Struct, eq=False):
+class IterationPlan:
     """One iteration, or `max_steps` decode iterations that nothing can tell apart.
 
     Sums are what prices need (tokens; `prefill_pairs` counts query-context pairs, `prefill_squares` is the sum of
     squared chunk lengths); the sequences themselves are what execution needs.
     """
 
-    chunks: tuple[PrefillChunk, ...] = ()
-    prefill_tokens: int = 0
-    prefill_pairs: int = 0
-    prefill_squares: int = 0
-    num_sampled_prefills: int = 0
-    decodes: Collection[Sequence] = ()
-    """The sequences that take a token, in order. `batch.members` itself where all do: read it before the commit."""
-    num_decodes: int = 0
-    num_single_chunks: int = 0
-    """Chunks of one generated token that sample nothing: a computation like a decode's, and priced as one."""
-    decode_context_tokens: int = 0
-    """Context lengths of `decodes` and single chunks in all, the tokens being fed included."""
-    decode_window: WindowTokens | None = None
-    """The same in layers with a sliding window; None where the model has none."""
-    decode_longest_tokens: int = 0
-    """The longest of the contexts of `decodes`; 0 where the price of none depends on it (`RankedBatch`)."""
-    drafts: Mapping[Sequence, int] | None = None
-    """Where tokens are drafted: how many of each sequence are verified beside the one that is fed. A sequence among
-    `chunks` may have some, too, which are there to make rows alike and are never accepted."""
-    taken: Mapping[Sequence, int] | None = None
-    """And how many tokens each of `decodes` has of this iteration: those accepted, and the one sampled behind them."""
-    decode_shared_tokens: int = 0
-    """Of `decode_context_tokens`, those read together with another decode's: each sharer's but the first."""
-    max_steps: int = 1
-    until_s: float = inf
-    """A jump ends at the first boundary at or after this time: then some part has something to decide."""
-    cut_on_arrival: bool = True
-    """False where a jump may run through arrivals: what is refused now stays refused, and no arrival can overtake."""
-    changes: tuple[Change, ...] = ()
-    """What happens to blocks before the computation, in the order in which it was decided. Moves and Restores are
-    copied on the computation's own stream (vLLM 0.5.5's swap)."""
-    swapped_out_blocks: int = 0
-    swapped_in_blocks: int = 0
-    """Pool blocks that the Moves and Restores of `changes` copy."""
-    mixed_restores: tuple[Restore, ...] = ()
-    """Those Restores that compute as well as copy; their blocks are not in `swapped_in_blocks`."""
-    beside: tuple[Move, ...] = ()
-    """Copies that nothing in this iteration waits for."""
-    after: tuple[Move, ...] = ()
-    """Copies that start when the iteration has ended, and that nothing waits for."""
-    awaited: tuple[Move, ...] = ()
-    """Copies, under way or among `beside`, that the computation waits for; then those `beside` start before it."""
-    behind: tuple[Move, ...] = ()
-    """KV of the prefills that leaves for the host, layer by layer, while later layers compute."""
-    behind_groups: int = 0
-    """Most layer groups that one of the prefills sends out."""
-    behind_blocks: int = 0
-    pulled: tuple[Move, ...] = ()
-    """Copies from other engines (`Tier.PEER`) to start now, which nothing in this iteration waits for."""
-    streamed: tuple[Streamed | Projected | Rebuilt, ...] = ()
-    """KV on the host that the layers of the computation wait for."""
-    added_s: float = 0.0
-    """Of each iteration, on top of all else: finding blocks in a map table; drafting tokens and verifying them."""
+    __slots__ = SLOTS
+
+    def __init__(self) -> None:
+        self.chunks: tuple[PrefillChunk, ...] = ()
+        self.prefill_tokens = 0
+        self.prefill_pairs = 0
+        self.prefill_squares = 0
+        self.num_sampled_prefills = 0
+        self.decodes: Collection[Sequence] = ()
+        """The sequences that take a token, in order. `batch.members` itself where all do: read it before the commit."""
+        self.num_decodes = 0
+        self.num_single_chunks = 0
+        """Chunks of one generated token that sample nothing: a computation like a decode's, and priced as one."""
+        self.decode_context_tokens = 0
+        """Context lengths of `decodes` and single chunks in all, the tokens being fed included."""
+        self.decode_window: WindowTokens | None = None
+        """The same in layers with a sliding window; None where the model has none."""
+        self.decode_longest_tokens = 0
+        """The longest of the contexts of `decodes`; 0 where the price of none depends on it (`RankedBatch`)."""
+        self.drafts: Mapping[Sequence, int] | None = None
+        """Where tokens are drafted: how many of each sequence are verified beside the one that is fed. A sequence among
+        `chunks` may have some, too, which are there to make rows alike and are never accepted."""
+        self.taken: Mapping[Sequence, int] | None = None
+        """And how many tokens each of `decodes` has of this iteration: those accepted, and one sampled behind them."""
+        self.decode_shared_tokens = 0
+        """Of `decode_context_tokens`, those read together with another decode's: each sharer's but the first."""
+        self.max_steps = 1
+        self.until_s = inf
+        """A jump ends at the first boundary at or after this time: then some part has something to decide."""
+        self.cut_on_arrival = True
+        """False where a jump may run through arrivals: what is refused stays refused, and no arrival can overtake."""
+        self.changes: tuple[Change, ...] = ()
+        """What happens to blocks before the computation, in the order in which it was decided. Moves and Restores are
+        copied on the computation's own stream (vLLM 0.5.5's swap)."""
+        self.swapped_out_blocks = 0
+        self.swapped_in_blocks = 0
+        """Pool blocks that the Moves and Restores of `changes` copy."""
+        self.mixed_restores: tuple[Restore, ...] = ()
+        """Those Restores that compute as well as copy; their blocks are not in `swapped_in_blocks`."""
+        self.beside: tuple[Move, ...] = ()
+        """Copies that nothing in this iteration waits for."""
+        self.after: tuple[Move, ...] = ()
+        """Copies that start when the iteration has ended, and that nothing waits for."""
+        self.awaited: tuple[Move, ...] = ()
+        """Copies, under way or among `beside`, that the computation waits for; then those `beside` start before it."""
+        self.behind: tuple[Move, ...] = ()
+        """KV of the prefills that leaves for the host, layer by layer, while later layers compute."""
+        self.behind_groups = 0
+        """Most layer groups that one of the prefills sends out."""
+        self.behind_blocks = 0
+        self.pulled: tuple[Move, ...] = ()
+        """Copies from other engines (`Tier.PEER`) to start now, which nothing in this iteration waits for."""
+        self.streamed: tuple[Streamed | Projected | Rebuilt, ...] = ()
+        """KV on the host that the layers of the computation wait for."""
+        self.added_s = 0.0
+        """Of each iteration, on top of all else: finding blocks in a map table; drafting tokens and verifying them."""
 
     @property
     def kind(self) -> str:
@@ -141,10 +172,17 @@ class IterationPlan(msgspec.Struct, eq=False):
         """Whether blocks are copied before the computation."""
         return bool(self.swapped_out_blocks or self.swapped_in_blocks or self.mixed_restores)
 
+    def copy(self) -> "IterationPlan":
+        """Another plan of the same."""
+        twin = IterationPlan()
+        for name in SLOTS:
+            setattr(twin, name, getattr(self, name))
+        return twin
+
     def add_chunk(self, seq: Sequence, num_new: int, origin: Origin) -> None:
         """Compute `num_new` more prompt tokens of `seq`."""
         cached = seq.num_computed
-        self.chunks += (_chunk((seq, num_new, cached, origin)),)
+        self.chunks += (PrefillChunk(seq, num_new, cached, origin),)
         self.prefill_tokens += num_new
         self.prefill_pairs += num_new * cached + num_new * (num_new + 1) // 2
         self.prefill_squares += num_new * num_new
@@ -153,6 +191,6 @@ class IterationPlan(msgspec.Struct, eq=False):
 
     def add_single_chunk(self, seq: Sequence, origin: Origin) -> None:
         """Compute one generated token of `seq` again, not the last."""
-        self.chunks += (_chunk((seq, 1, seq.num_computed, origin)),)
+        self.chunks += (PrefillChunk(seq, 1, seq.num_computed, origin),)
         self.num_single_chunks += 1
         self.decode_context_tokens += seq.num_computed + 1

@@ -146,8 +146,8 @@ class PrefixMemory(PagedMemory):
     def complete(self, plan: IterationPlan) -> None:
         # What can be hit in the iteration that computes it was published when that was decided.
         if self._holdings and not self.in_flight_hits:
-            for seq, num_new, num_cached, _ in plan.chunks:
-                self.publish(seq, num_cached + num_new)
+            for chunk in plan.chunks:
+                self.publish(chunk.seq, chunk.num_cached + chunk.num_new)
 
     def publish(self, seq: Sequence, num_tokens: int) -> None:
         """The first `num_tokens` tokens of `seq` are computed: what they fill can be hit."""

@@ -179,8 +179,8 @@ class RadixMemory(Memory):
 
     def complete(self, plan: IterationPlan) -> None:
         self.pool.evict_deferred()
-        for seq, num_new, num_cached, _ in plan.chunks:
-            self.publish(seq, num_cached + num_new)
+        for chunk in plan.chunks:
+            self.publish(chunk.seq, chunk.num_cached + chunk.num_new)
 
     def publish(self, seq: Sequence, num_tokens: int) -> None:
         """The first `num_tokens` tokens of `seq` are computed. What is generated waits for its end."""

@@ -200,10 +200,10 @@ class RetentionMemory(Memory):
         if self._loading:
             plan.streamed += (Streamed(1, len(self._loading), 0),)
         if any(self._has_gaps(chunk.seq) for chunk in plan.chunks):
-            chunks = [part for chunk in plan.chunks for part in self._by_gap(chunk)]
-            plan.chunks = tuple(chunks)
-            plan.prefill_pairs = sum(new * cached + new * (new + 1) // 2 for _, new, cached, _ in chunks)
-            plan.prefill_squares = sum(new * new for _, new, _, _ in chunks)
+            plan.chunks = tuple(part for chunk in plan.chunks for part in self._by_gap(chunk))
+            parts = [(part.num_new, part.num_cached) for part in plan.chunks]
+            plan.prefill_pairs = sum(new * cached + new * (new + 1) // 2 for new, cached in parts)
+            plan.prefill_squares = sum(new * new for new, _ in parts)
 
     def _has_gaps(self, seq: Sequence) -> bool:
         places = self._places.get(seq, ())

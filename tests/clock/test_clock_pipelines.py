@@ -140,7 +140,8 @@ def test_host_stages_and_hand_overs_follow_one_another():
     cost = SimpleNamespace(iteration_s=lambda plan: 9.0, prelude_s=lambda plan: 1.0, added_host_s=lambda num: num / 16)
     pipeline = Pipeline(cost, 4, 0.125)  # type: ignore[arg-type]
     pipeline.lanes = [Lane(str(i)) for i in range(4)]
-    plan = IterationPlan(prefill_tokens=5, num_decodes=2, num_single_chunks=1, chunks=(Mock(),))
+    plan = IterationPlan()
+    plan.prefill_tokens, plan.num_decodes, plan.num_single_chunks, plan.chunks = 5, 2, 1, (Mock(),)
     pipeline.host_free_s = 0.5
     assert pipeline.pass_through(plan, 0.25) == 0.5 + 1.1875 + 4 * 2.0 + 3 * 1.0
     assert [lane.free_s for lane in pipeline.lanes] == [3.6875, 6.6875, 9.6875, 12.6875]

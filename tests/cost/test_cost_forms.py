@@ -61,8 +61,11 @@ def test_printed_equations_know_no_longest_context() -> None:
     assert build_cost(*given).follows_longest
     paper = build_cost(*given, "paper")
     assert not paper.follows_longest
-    alike, unlike = (IterationPlan(num_decodes=2, decode_context_tokens=900, decode_longest_tokens=n) for n in (0, 899))
-    assert paper.iteration_s(alike) == paper.iteration_s(unlike)
+    plan = IterationPlan()
+    plan.num_decodes, plan.decode_context_tokens = 2, 900
+    alike_s = paper.iteration_s(plan)
+    plan.decode_longest_tokens = 899
+    assert paper.iteration_s(plan) == alike_s
 
 
 @pytest.mark.parametrize("form", ["roofline", "paper", "table"])

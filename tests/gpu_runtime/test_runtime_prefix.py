@@ -92,7 +92,7 @@ def test_what_tokens_say_is_what_the_trace_says(variant):
 
 
 def decided(plan, start_s, times):
-    chunks = [(chunk.seq.request.request_id, *chunk[1:]) for chunk in plan.chunks]
+    chunks = [(chunk.seq.request.request_id, chunk.num_new, chunk.num_cached, chunk.origin) for chunk in plan.chunks]
     return chunks, [seq.request.request_id for seq in plan.decodes]
 
 

@@ -48,7 +48,7 @@ class Followed:
         hits = [change for change in plan.changes if isinstance(change, Hit)]
         self.num_shared += sum(hit.num_blocks for hit in hits)
         placement.replay(plan, lambda seq: None)
-        spans = [(seq, cached, cached + new) for seq, new, cached, _ in plan.chunks]
+        spans = [(c.seq, c.num_cached, c.num_cached + c.num_new) for c in plan.chunks]
         lengths = [self.scheduler.batch.num_tokens_of(seq) for seq in plan.decodes]
         spans += [(seq, tokens - 1, tokens) for seq, tokens in zip(plan.decodes, lengths, strict=True)]
         placement.grow((seq, end) for seq, _, end in spans)

@@ -22,7 +22,8 @@ def named(fields):
 
 def shown(plan: IterationPlan, start_s: float, times: StepTimes):
     """A decision in full, with its times: what each sequence computes, and what moves."""
-    parts = (plan.chunks, plan.changes, plan.beside, plan.behind, plan.streamed, plan.mixed_restores)
+    chunks = [(chunk.seq, chunk.num_new, chunk.num_cached, chunk.origin) for chunk in plan.chunks]
+    parts = (chunks, plan.changes, plan.beside, plan.behind, plan.streamed, plan.mixed_restores)
     sums = (
         plan.num_decodes, plan.decode_context_tokens, plan.prefill_tokens, plan.prefill_pairs, plan.swapped_out_blocks,
         plan.swapped_in_blocks, plan.behind_groups, plan.behind_blocks,

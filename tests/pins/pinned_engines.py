@@ -25,7 +25,7 @@ from sim.cost.forms import LinearCost, build_cost
 from sim.cost.profile import read_profile
 from sim.engine.engine import Engine
 from sim.engine.limits import StateLimits, WindowLimits
-from sim.engine.plan import IterationPlan, StepTimes
+from sim.engine.plan import SLOTS, IterationPlan, PrefillChunk, StepTimes
 from sim.engine.scheduler import Scheduler
 from sim.engine.sequence import Sequence, Status
 from sim.errors import UserError
@@ -273,8 +273,14 @@ def teller() -> Callable[[object], object]:
                 return value.name
             case float():
                 return f"{value:.7g}" if isfinite(value) and abs(value) > 1e-9 else "0" if isfinite(value) else "inf"
-            case msgspec.Struct():
-                given = [(field, getattr(value, field)) for field in value.__struct_fields__]
+            case PrefillChunk():
+                return told((value.seq, value.num_new, value.num_cached, value.origin))
+            case StepTimes():
+                times_s = value.first_end_s, value.second_s, value.slope_s, value.end_s
+                return told((value.iterations, *times_s, value.tokens))
+            case msgspec.Struct() | IterationPlan():
+                fields = SLOTS if isinstance(value, IterationPlan) else value.__struct_fields__
+                given = [(field, getattr(value, field)) for field in fields]
                 return [told(item) for field, item in given if field not in RARE or item is not None]
             case set() | frozenset():
                 return sorted(map(str, map(told, value)))

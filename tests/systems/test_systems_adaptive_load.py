@@ -48,7 +48,9 @@ def test_short_answers_keep_their_tpot_beside_prompts():
 def test_prices_follow_what_iterations_took():
     """A machine that takes 1.2 times its price has that factor, whatever the plans; one that is right has exactly 1."""
     cost = linear_machine().cost
-    plans = [IterationPlan(num_decodes=n, decode_context_tokens=40 * n) for n in (1, 5, 30)]
+    plans = [IterationPlan() for _ in range(3)]
+    for plan, n in zip(plans, (1, 5, 30), strict=True):
+        plan.num_decodes, plan.decode_context_tokens = n, 40 * n
     for factor in (1.0, 1.2):
         correction = Correction(cost)
         assert correction.factor == 1.0

@@ -308,14 +308,17 @@ def test_contiguous_layers_leave_whole_blocks_uncached_and_say_which():
 def test_computing_again_is_a_batch_of_prompts_from_their_first_token(fused_loss, seconds):
     """Half of four layers again, of 9 and 4 tokens; fused, beside the plan's decodes."""
     one, other = (Sequence(request) for request in requests((0.0, 9, 9), (0.0, 9, 9)))
-    plan = IterationPlan(num_decodes=2, decodes=(one, other), decode_context_tokens=30, decode_longest_tokens=17)
+    plan = IterationPlan()
+    plan.num_decodes, plan.decodes = 2, (one, other)
+    plan.decode_context_tokens, plan.decode_longest_tokens = 30, 17
     plan.decode_window = WindowTokens(24, 1)
     asked = []
     cost = SimpleNamespace(iteration_s=lambda again: asked.append(again) or 8.0)
     record = Rebuilt(0, 2, 0, ((one, 9), (other, 4)), (0, 1), fused_loss, True)
     assert kernels_s(cost, plan, record, 5.0, 4) == pytest.approx(seconds)  # type: ignore[arg-type]
     again = asked[0]
-    assert again.chunks == ((one, 9, 0, Origin.CONTINUED), (other, 4, 0, Origin.CONTINUED))
+    chunks = [(chunk.seq, chunk.num_new, chunk.num_cached, chunk.origin) for chunk in again.chunks]
+    assert chunks == [(one, 9, 0, Origin.CONTINUED), (other, 4, 0, Origin.CONTINUED)]
     assert (again.prefill_tokens, again.prefill_pairs, again.prefill_squares) == (13, 45 + 10, 81 + 16)
     beside = (0, (), 0, 0, None) if fused_loss is None else (2, (one, other), 30, 17, plan.decode_window)
     assert (

@@ -164,11 +164,10 @@ def check_tokens(outcome: Outcome) -> None:
     """Each prompt's tokens are computed once, or were there; and pairs are those of the positions."""
     computed: dict[Sequence, list[tuple[int, int]]] = {}
     for plan, _, _ in outcome.plans:
-        for seq, new, cached, _ in plan.chunks:
-            computed.setdefault(seq, []).append((cached, cached + new))
-        assert plan.prefill_pairs == sum(
-            sum(range(cached + 1, cached + new + 1)) for _, new, cached, _ in plan.chunks if new
-        )
+        spans = [(chunk.num_cached, chunk.num_cached + chunk.num_new) for chunk in plan.chunks]
+        for chunk, span in zip(plan.chunks, spans, strict=True):
+            computed.setdefault(chunk.seq, []).append(span)
+        assert plan.prefill_pairs == sum(sum(range(begin + 1, end + 1)) for begin, end in spans)
     # Of what was preempted there is more.
     if not outcome.scheduler.counters.preemptions:
         for seq, spans in computed.items():

@@ -224,8 +224,9 @@ class Batching(Part, ABC):
 
     def commit_chunks(self, plan: IterationPlan, end_s: float, chunks: Iterable[PrefillChunk] | None = None) -> None:
         """Count the computed prompt tokens; complete prompts yield a token and go on. `chunks`: of these alone."""
-        for seq, num_new, _, _ in plan.chunks if chunks is None else chunks:
-            seq.num_computed += num_new
+        for chunk in plan.chunks if chunks is None else chunks:
+            seq = chunk.seq
+            seq.num_computed += chunk.num_new
             if seq.num_computed < seq.num_tokens:
                 self.partials[seq] = None
                 continue

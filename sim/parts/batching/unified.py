@@ -145,8 +145,8 @@ class Unified(Running):
         self.running.pop(seq, None)
 
     def in_order(self, seqs: list[Sequence]) -> list[Sequence]:
-        places = {seq: place for place, seq in enumerate(self.running)}
-        return sorted(seqs, key=places.__getitem__)
+        chosen = set(seqs)
+        return [seq for seq in self.running if seq in chosen]
 
     def committed(self, plan: IterationPlan, times: StepTimes) -> None:
         if self.record is not None:

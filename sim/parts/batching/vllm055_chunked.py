@@ -128,8 +128,9 @@ class Vllm055Chunked(Batching):
         scheduler, stage, members = self.scheduler, self.stage, self.batch.members
         fresh: list[Sequence] = []
         returned: list[Sequence] = []
-        for seq, num_new, _, origin in plan.chunks if chunks is None else chunks:
-            seq.num_computed += num_new
+        for chunk in plan.chunks if chunks is None else chunks:
+            seq, origin = chunk.seq, chunk.origin
+            seq.num_computed += chunk.num_new
             if seq.num_computed < seq.num_tokens:
                 self.partials[seq] = None
                 self.partial = seq

@@ -8,8 +8,6 @@ tokens, (1 - p^(k+1)) / (1 - p) of them where each is accepted with chance p (th
 
 from typing import TYPE_CHECKING, ClassVar, Self
 
-import msgspec
-
 from sim.cost.drafting import build_drafter, rows_s
 from sim.engine.acceptance import Acceptance
 from sim.engine.plan import IterationPlan, StepTimes
@@ -67,19 +65,18 @@ class Speculative(Direct):
             read += tokens + drafted
             plain += tokens
             longest = max(longest, tokens + drafted)
-        num_drafted = sum(drafts.values())
-        verified = msgspec.structs.replace(
-            plan,
-            num_decodes=plan.num_decodes + num_drafted,
-            # Chunks of single tokens have theirs there, too.
-            decode_context_tokens=rows + plan.decode_context_tokens - plain,
-            decode_shared_tokens=rows - read,
-            decode_longest_tokens=longest if cost.follows_longest else 0,
-        )
-        plan.decode_longest_tokens = verified.decode_longest_tokens
-        seconds = rows_s(cost, verified, plan.num_decodes) - cost.iteration_s(plan)
-        if self.drafter is not None and (sampled := self._num_drafted_next(plan)):
-            seconds += self.drafter.seconds(verified, sampled, read)
+        plan.decode_longest_tokens = longest if cost.follows_longest else 0
+        plain_s = cost.iteration_s(plan)
+        sampled = 0 if self.drafter is None else self._num_drafted_next(plan)
+        num_decodes, context, shared = plan.num_decodes, plan.decode_context_tokens, plan.decode_shared_tokens
+        # While it is priced, a plan whose drafted tokens are decodes.
+        plan.num_decodes, plan.decode_shared_tokens = num_decodes + sum(drafts.values()), rows - read
+        # Chunks of single tokens have theirs there, too.
+        plan.decode_context_tokens = rows + context - plain
+        seconds = rows_s(cost, plan, num_decodes) - plain_s
+        if self.drafter is not None and sampled:
+            seconds += self.drafter.seconds(plan, sampled, read)
+        plan.num_decodes, plan.decode_context_tokens, plan.decode_shared_tokens = num_decodes, context, shared
         plan.added_s += seconds
 
     def _num_drafted_next(self, plan: IterationPlan) -> int:

@@ -241,9 +241,10 @@ class TokenWiseMemory(Memory):
             self._swapped_out = 0
         if not self.lacking:
             return
-        for seq, num_new, _, _ in plan.chunks:
+        for chunk in plan.chunks:
+            seq = chunk.seq
             if blocks := self._hosted_blocks.get(seq, 0):
-                groups, end = self._sent_behind(seq, num_new)
+                groups, end = self._sent_behind(seq, chunk.num_new)
                 plan.behind += (Move(seq, groups, 0, end, Tier.GPU, Tier.HOST, blocks, 0, False),)
                 plan.behind_blocks += blocks
                 plan.behind_groups = self._hosted

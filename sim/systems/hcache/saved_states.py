@@ -53,7 +53,7 @@ def add_restore(plan: IterationPlan, seq: Sequence, num_tokens: int, num_blocks:
 
 def save_behind(plan: IterationPlan, chunk: PrefillChunk, block_size: int, split: LayerSplit, share: float) -> None:
     """States of a prompt's tokens leave behind their layers; `share` as for `SavedStates`."""
-    seq, num_new, cached, _ = chunk
+    seq, num_new, cached = chunk.seq, chunk.num_new, chunk.num_cached
     blocks = ceil(-(-num_new // block_size) * share)
     plan.behind += (Move(seq, ALL_LAYERS, cached, cached + num_new, Tier.GPU, Tier.HOST, blocks, 0, False),)
     plan.behind_blocks += blocks

@@ -109,13 +109,13 @@ class LayerBlocks(Memory):
     def complete(self, plan: IterationPlan) -> None:
         groups, layers = self.groups_on_gpu, self.num_groups
         for chunk in plan.chunks:
-            kept = len(groups[chunk[0]])
+            kept = len(groups[chunk.seq])
             if kept < layers:
                 self._offload_behind_prefill(plan, chunk, kept)
 
     def _offload_behind_prefill(self, plan: IterationPlan, chunk: PrefillChunk, kept: int) -> None:
         """Copies of one prefill chunk: its own KV out, and back in what earlier chunks left on the host."""
-        seq, num_new, cached, _ = chunk
+        seq, num_new, cached = chunk.seq, chunk.num_new, chunk.num_cached
         layers, size, end = self.num_groups - kept, self.block_size, cached + num_new
         leaving = offloaded_layers(self.num_groups, kept)
         # Whole blocks travel, also one that an earlier chunk has begun.
