@@ -137,6 +137,9 @@ def scenario_of(rng: random.Random) -> Scenario:
     if given.get("num_cpu_blocks_override") is not None:
         # One of the two says what the host has.
         given["swap_space"] = None
+    if given.get("num_gpu_blocks_override") is not None:
+        # And what the GPU has.
+        given["gpu_memory_utilization"] = 0.9
     if rng.random() < 0.25:
         given |= {"replicas": None, "prefill_replicas": 2, "decode_replicas": rng.choice((1, 3)), "link_gbps": 50.0}
         given |= {
