@@ -4,10 +4,12 @@ from dataclasses import dataclass
 from math import inf
 from typing import Literal
 
+from sim.kv.tiers.disk import Drive
 from sim.parts.options import MOST_GIB, CheckedOptions, Only, option, vllm_option
 
 GIB = 1 << 30
 OFFLOADS = Only("offloads", told="kv-offloading-size")
+STORES = Only("storage_space")
 MEASURED = (0.0, 1e9)
 PAGE_BYTES = 4096
 """A chunk on the host is rounded up to whole pages."""
@@ -37,6 +39,22 @@ class OffloadOptions(CheckedOptions):
     store_s_per_block: float | None = option(
         None, "seconds to store a block (default: by the profile)", within=MEASURED, only=OFFLOADS
     )
+    storage_space: float = option(
+        0.0,
+        "GiB of files behind the host (vLLM's tier `fs`); inf: as many as are written; 0: none",
+        within=(0.0, inf),
+        only=OFFLOADS,
+    )
+    storage_shared: bool = option(False, "replicas share the files, each at the bandwidths below", only=STORES)
+    storage_read_gb_per_s: float = option(
+        5.0, "bandwidth from the files to the host, GB/s", within=(1e-3, 1e6), only=STORES
+    )
+    storage_write_gb_per_s: float = option(
+        3.0, "bandwidth from the host to the files, GB/s", within=(1e-3, 1e6), only=STORES
+    )
+    storage_latency_us: float = option(
+        100.0, "time before each copy from or to files begins, us", within=(0.0, 1e12), only=STORES
+    )
 
     @property
     def offloads(self) -> bool:
@@ -49,3 +67,17 @@ class OffloadOptions(CheckedOptions):
             return self.cpu_chunks
         pages = -(-int(block_bytes * self.blocks_per_chunk) // PAGE_BYTES)
         return int((self.kv_offloading_size or 0.0) * GIB) // (pages * PAGE_BYTES)
+
+    def num_stored_chunks(self, block_bytes: float) -> int | None:
+        """Chunks that the files hold; None: as many as are written."""
+        chunk_bytes = block_bytes * self.blocks_per_chunk
+        return None if self.storage_space == inf else int(self.storage_space * GIB / chunk_bytes)
+
+    def drive(self, block_bytes: float) -> Drive:
+        """What copies from and to the files take."""
+        return Drive(
+            block_bytes,
+            read_bytes_per_s=self.storage_read_gb_per_s * 1e9,
+            write_bytes_per_s=self.storage_write_gb_per_s * 1e9,
+            latency_s=self.storage_latency_us / 1e6,
+        )

@@ -11,6 +11,7 @@ from sim.kv.memory import Memory
 from sim.kv.prefix import PrefixMemory
 from sim.kv.tiers.connector import OffloadingConnector
 from sim.kv.tiers.fences import FencedIndex, FencedStack
+from sim.kv.tiers.tiering import connector_of
 
 if TYPE_CHECKING:
     from sim.systems.builder import Builder
@@ -26,7 +27,7 @@ class OffloadingMemory(PrefixMemory):
 
     @classmethod
     def build(cls, b: "Builder") -> Self:
-        return cls(b.limits, OffloadingConnector.of(b))
+        return cls(b.limits, connector_of(b))
 
     def __init__(self, limits: Limits, connector: OffloadingConnector) -> None:
         super().__init__(limits, in_flight_hits=True)
@@ -76,7 +77,7 @@ class OffloadingPaged(Memory):
 
     @classmethod
     def build(cls, b: "Builder") -> Self:
-        return cls(b.limits, OffloadingConnector.of(b))
+        return cls(b.limits, connector_of(b))
 
     def __init__(self, limits: Limits, connector: OffloadingConnector) -> None:
         super().__init__(limits)

@@ -15,6 +15,7 @@ from sim.engine.limits import Deployment
 from sim.engine.plan import IterationPlan, StepTimes
 from sim.engine.scheduler import Scheduler
 from sim.engine.sequence import Sequence
+from sim.kv.offload_options import OffloadOptions
 from sim.results.goodput import Goodput
 from sim.results.journal import Journal
 from sim.results.metrics import RequestLog, TableSink
@@ -22,6 +23,7 @@ from sim.results.schema import Backend
 from sim.results.sections import Machine
 from sim.results.series import SAMPLE_LIMIT, Series
 from sim.run.prepare import Setup
+from sim.systems.builder import options_among
 from sim.topology.autoscalers import parse_autoscale
 
 LEAST_SAMPLES = 500
@@ -141,6 +143,7 @@ def further_engine(engines: list[EngineParts], keep: Recording) -> EngineParts:
     parts = _engine(first.setup, first.log, first.gaps, first.detailed, keep, samples, len(engines))
     parts.engine.on_end = partial(_log_end, parts)
     engines.append(parts)
+    _share([first, parts])
     return parts
 
 
@@ -154,7 +157,17 @@ def _engines(setups: list[Setup], table: TableSink | None, keep: Recording) -> l
     if len(setups) > 1 or scenario.autoscale is not None:
         for parts in found:
             parts.engine.on_end = partial(_log_end, parts)
+        _share(found)
     return found
+
+
+def _share(engines: list[EngineParts]) -> None:
+    """Let engines that have not begun share the files of the first, where they are to."""
+    policy = engines[0].setup.policy
+    if options_among((policy, *policy.mixed_options), OffloadOptions).storage_shared:
+        from sim.kv.tiers.tiering import share_storage  # noqa: PLC0415 - few runs have files
+
+        share_storage(parts.scheduler.memory for parts in engines)
 
 
 def _engine(

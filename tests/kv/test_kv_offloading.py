@@ -18,8 +18,12 @@ from sim.kv.tiers.fences import FencedStack
 from sim.kv.tiers.host_cache import HostCache
 from sim.kv.tiers.jobs import Job, Offloaded
 from sim.kv.tiers.replacement import Access
+from sim.kv.tiers.storage import Storage
 from sim.kv.tiers.worth import Worth
 from sim.options.policies import parse_policy
+from sim.options.scenario import Scenario
+from sim.run.prepare import prepare
+from sim.run.simulate import build_run, execute_all
 from sim.specs.models import load_model
 from sim.systems.vllm_v1 import VllmV1
 from traces.request import Request
@@ -167,6 +171,36 @@ def test_a_chunk_is_stored_when_it_has_been_offered_often_enough():
     assert run(*again[:2], caching=False, store_threshold=3).scheduler.counters.tiers["host"].stored_blocks == 0
 
 
+# -- files behind the host -------------------------------------------------------------------------------------------
+
+
+def disk_hits(*, shared: bool) -> list[int]:
+    """Tokens that each of two replicas brings from files: the second is sent what the first has computed before."""
+    requests = [named(0, 0.0, tuple(range(8))), named(1, 1.0, (90, 91)), named(2, 2.0, (92, 93))]
+    requests.append(named(3, 3.0, tuple(range(8))))
+    policy = f"vllm-v1:cpu-chunks=8,storage-space=inf,storage-shared={str(shared).lower()}"
+    scenario = Scenario(
+        workload="fixed", model="llama-3.1-8b", gpu="h100", replicas=2, router="round-robin",
+        num_gpu_blocks_override=20, max_model_len=200,
+    )  # fmt: skip
+    setup = prepare(scenario, policy, parse_policy(policy, {})[1])
+    ended = execute_all(build_run(setup, requests))
+    return [parts.scheduler.counters.tiers["disk"].hit_tokens for parts in ended.engines]
+
+
+def test_replicas_that_share_files_hit_what_another_has_written():
+    assert disk_hits(shared=True) == [0, 8 * 16]
+    assert disk_hits(shared=False) == [0, 0]
+
+
+def test_where_there_is_no_room_the_longest_unused_file_gives_way():
+    storage = Storage(2, BlockChain(1))
+    assert storage.write([1, 2]) == 0
+    storage.read([1])
+    assert storage.write([3]) == 1
+    assert [key in storage for key in (1, 2, 3)] == [True, False, True]
+
+
 # -- what has it -----------------------------------------------------------------------------------------------------
 
 
@@ -175,6 +209,7 @@ def test_a_chunk_is_stored_when_it_has_been_offered_often_enough():
     [
         ("vllm-v1:kv-offloading-size=-0.5", "kv-offloading-size: -0.5 is not between 0 and"),
         ("vllm-v1:cpu-chunks=5,batching=sarathi", "batching=unified"),
+        ("vllm-v1:cpu-chunks=5,storage-space=1,store-threshold=2", "store-threshold: with files behind the host"),
     ],
 )
 def test_what_cannot_be_is_refused(text, words):

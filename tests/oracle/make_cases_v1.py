@@ -44,6 +44,12 @@ OFFLOADED_AHEAD = (
 )  # fmt: skip
 """The same with async scheduling, in files `...-offload-async`."""
 
+STORED = (2, 16, 22, 31, 102, 104, 111, 117)
+"""And with files behind the host, in files `...-storage`."""
+
+STORED_AHEAD = (2, 8)
+"""The same with async scheduling, in files `...-storage-async`."""
+
 WINDOWED = (62, 72, 76, 94, 95, 104, 152, 154, 234, 435, 503, 582)
 """With layers that have a window, in files `...-window`."""
 
@@ -119,6 +125,18 @@ class Workload:
             eviction_policy=dice.choice(["lru", "lru", "arc"]),
             store_threshold=dice.choice([0, 0, 0, 1, 2, 3]),
             offload_outputs=dice.random() < 0.4,
+        )
+
+    def storage_options(self) -> OffloadOptions:
+        """The same with files behind a host that seldom holds all."""
+        options, dice = self.offload_options(), self.dice
+        return replace(
+            options,
+            cpu_chunks=dice.choice([1, 3, 5, 10, 20, 40, 100]),
+            store_threshold=0,
+            storage=True,
+            storage_read_s_per_block=dice.choice([1e-4, 1e-4, 1e-3, TICK, 0.05]),
+            storage_write_s_per_block=dice.choice([1e-4, 1e-4, 1e-3, TICK, 0.05]),
         )
 
     def window_options(self, *, async_scheduling: bool) -> Options:
@@ -264,7 +282,8 @@ class Workload:
 
 
 Kind = Literal[
-    "", "-async", "-offload", "-offload-async", "-window", "-window-async", "-state", "-state-async", "-spec"
+    "", "-async", "-offload", "-offload-async", "-storage", "-storage-async", "-window", "-window-async", "-state",
+    "-state-async", "-spec",
 ]  # fmt: skip
 
 
@@ -275,6 +294,9 @@ def make(seed: int, folder: Path, kind: Kind = "") -> str:
         if kind.startswith("-offload"):
             offloading, rows = workload.offload_options(), workload.rows()
             answer = ask_offloading(rows, replace(offloading, async_scheduling=kind == "-offload-async"))
+        elif kind.startswith("-storage"):
+            offloading, rows = workload.storage_options(), workload.rows()
+            answer = ask_offloading(rows, replace(offloading, async_scheduling=kind == "-storage-async"))
         elif kind.startswith("-window"):
             options, rows = workload.window_options(async_scheduling=kind == "-window-async"), workload.rows()
             answer = ask(rows, options)
@@ -301,6 +323,8 @@ def main() -> None:
         "-async": AHEAD,
         "-offload": OFFLOADED,
         "-offload-async": OFFLOADED_AHEAD,
+        "-storage": STORED,
+        "-storage-async": STORED_AHEAD,
         "-window": WINDOWED,
         "-window-async": WINDOWED_AHEAD,
         "-state": STATES,

@@ -70,6 +70,8 @@ def test_there_are_cases_of_every_kind() -> None:
     assert {arg["eviction_policy"] for arg in args} == {"lru", "arc"}
     assert {arg["blocks_per_chunk"] for arg in args} == {1, 2, 3, 4}
     assert {min(2, arg["store_threshold"]) for arg in args} == {0, 1, 2}
+    stored = [arg for arg in args if arg.get("storage")]
+    assert {arg["async_scheduling"] for arg in stored} == {False, True}
     words = " ".join(line for answer in offloaded for _, _, line in answer["copies"]).split()
     assert min(words.count(word) for word in ("load", "store", "flush")) > 30
     assert sum(answer["preemptions"] for answer in answers) > 500

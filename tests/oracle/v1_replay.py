@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from sim.engine.decisions import DecisionLog
 from sim.engine.limits import Limits, StateLimits, WindowLimits
 from sim.kv.memory import Memory
 from sim.kv.tiers.connector import OffloadingConnector
+from sim.kv.tiers.disk import Drive
 from sim.parts.batching.unified import Unified
 from sim.systems.vllm_v1 import VllmV1
 from traces.readers import open_trace
@@ -107,6 +109,8 @@ def replay(answer: dict, folder: Path, *, jump: bool, checked: bool = False, end
     options = {ours: args[theirs] for theirs, ours in FLAGS.items()}
     if "cpu_chunks" in args:
         options |= {name: args[name] for name in OFFLOADING}
+    if args.get("storage"):
+        options["storage_space"] = inf
     if args.get("spec_method"):
         options |= {"spec_method": args["spec_method"], "spec_tokens": args["spec_tokens"], "acceptance_rate": 0.0}
         options["spec_model"] = "llama-2-7b" if args["spec_method"] == "draft_model" else None
@@ -142,6 +146,9 @@ def replay(answer: dict, folder: Path, *, jump: bool, checked: bool = False, end
             # The answer's own draws; there drafting takes no time.
             scheduler.stage.acceptance = Acceptance(tuple(args["acceptance"]), args["acceptance_seed"])
             scheduler.stage.drafter = None
+        if args.get("storage"):
+            read_s, write_s = args["storage_read_s_per_block"], args["storage_write_s_per_block"]
+            scheduler.batching.connector.drive = Drive(1.0, read_bytes_per_s=1 / read_s, write_bytes_per_s=1 / write_s)
         if ended_first:
             hand_over_first(scheduler.batching.connector, ended_first)
         return lambda plan, start_s, times: None

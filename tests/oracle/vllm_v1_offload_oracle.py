@@ -15,6 +15,9 @@ waits for a flush takes it later. The engine's pause of 1 ms after a step withou
 vLLM hands those that ended in one step to the connector as a set, whose order depends on the process. Here they come in
 the order in which they ran.
 
+With `storage` vLLM's own ``TieringOffloadingManager`` stands behind the connector, with a tier of files that only
+pretends. It answers look-ups between two steps, and a tier's jobs end in the order of their submission.
+
 Besides what the other oracle answers: ``copies``, entries of how many ``steps`` were before it (its own counted), the
 step's number, and what vLLM copies: ``load request:tokens``, ``store request:blocks``, ``flush jobs``; and ``loaded``
 tokens by request.
@@ -25,11 +28,16 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import Any
 
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingWorkerMetadata
+from vllm.v1.kv_offload.base import LookupResult
 from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
+from vllm.v1.kv_offload.tiering.async_lookup import AsyncLookupManager
+from vllm.v1.kv_offload.tiering.base import JobResult, RequestOffloadingContext, SecondaryTierManager
+from vllm.v1.kv_offload.tiering.manager import CPUPrimaryTierOffloadingManager, TieringOffloadingManager
 from vllm.v1.outputs import KVConnectorOutput
 from vllm_v1_oracle import ARRIVAL_SLACK, BLOCK, Options, Oracle, Row, make_scheduler
 
@@ -48,6 +56,102 @@ class OffloadOptions(Options):
     eviction_policy: str = "lru"
     store_threshold: int = 0
     offload_outputs: bool = False
+    storage: bool = False
+    """Files behind the host, with what a block takes from and to them."""
+    storage_read_s_per_block: float = 1e-4
+    storage_write_s_per_block: float = 1e-4
+
+
+class HostMemory:
+    """What vLLM maps: chunks of a byte, which nobody reads."""
+
+    def __init__(self, num_chunks: int) -> None:
+        self.num_chunks = num_chunks
+
+    def create_kv_memoryview(self) -> memoryview:
+        """A row a chunk."""
+        return memoryview(bytearray(self.num_chunks)).cast("B", shape=[self.num_chunks, 1])
+
+    def cleanup(self) -> None:
+        """Nothing is mapped."""
+
+
+class InlineLookups(AsyncLookupManager):
+    """vLLM's own, whose thread has answered before the next step."""
+
+    def __init__(self, files: Files) -> None:
+        self._files = files
+        super().__init__("files")
+
+    def _worker(self) -> None:
+        """There is no thread."""
+
+    def batch_lookup(self, keys: list[Any], req_context: Any) -> list[bool]:
+        return [self._files.written_at.get(key, inf) <= self._files.oracle.now + ARRIVAL_SLACK for key in keys]
+
+    def flush(self) -> None:
+        super().flush()
+        while not self._lookup_queue.empty():
+            asked = self._lookup_queue.get()
+            found = self.batch_lookup([key for key, *_ in asked], None)
+            self._pending_results.put([(key, number, hit) for (key, _, number), hit in zip(asked, found, strict=True)])
+
+
+class Files(SecondaryTierManager):
+    """As vLLM's ``tiering/fs``: jobs in two lanes, first come, first served; chunks that are there cost nothing."""
+
+    def __init__(self, oracle: OffloadOracle, view: memoryview) -> None:
+        super().__init__(None, view, "files")
+        self.oracle = oracle
+        self.written_at: dict[Any, float] = {}
+        self.jobs: list[tuple[float, int]] = []
+        self.asked = False
+        self._free_at = {"read": 0.0, "write": 0.0}
+        self._lookups = InlineLookups(self)
+
+    def lookup(self, key: Any, req_context: Any) -> LookupResult:
+        found = self._lookups.lookup(key, req_context)
+        if found is None:
+            self.asked = True
+            return LookupResult.RETRY
+        return LookupResult.HIT if found else LookupResult.MISS
+
+    def _submit(self, job: Any, lane: str, num_chunks: int, s_per_block: float) -> float:
+        end = (
+            max(self.oracle.now, self._free_at[lane]) + num_chunks * self.oracle.options.blocks_per_chunk * s_per_block
+        )
+        if num_chunks:
+            self._free_at[lane] = end
+        else:
+            end = self.oracle.now
+        self.jobs.append((end, job.job_id))
+        return end
+
+    def submit_store(self, job_metadata: Any) -> None:
+        new = [key for key in job_metadata.keys if self.written_at.get(key, inf) > self.oracle.now + ARRIVAL_SLACK]
+        end = self._submit(job_metadata, "write", len(new), self.oracle.options.storage_write_s_per_block)
+        for key in new:
+            self.written_at[key] = min(end, self.written_at.get(key, inf))
+
+    def submit_load(self, job_metadata: Any) -> None:
+        self._submit(job_metadata, "read", len(job_metadata.keys), self.oracle.options.storage_read_s_per_block)
+
+    def get_finished_jobs(self) -> list[JobResult]:
+        done = [job for job in self.jobs if job[0] <= self.oracle.now + ARRIVAL_SLACK]
+        self.jobs = [job for job in self.jobs if job not in done]
+        return [JobResult(number, success=True) for _, number in done]
+
+    def on_new_request(self, req_context: Any) -> RequestOffloadingContext:
+        return RequestOffloadingContext()
+
+    def on_request_finished(self, req_context: Any) -> None:
+        self._lookups.cleanup(req_context.req_id)
+
+    def on_schedule_end(self, context: Any) -> None:
+        self._lookups.flush()
+
+    def drain_jobs(self) -> None:
+        """Nothing is reset."""
 
 
 class OffloadOracle(Oracle):
@@ -56,6 +160,8 @@ class OffloadOracle(Oracle):
     options: OffloadOptions
 
     def __init__(self, rows: Sequence[Row], options: OffloadOptions) -> None:
+        self.now = 0.0
+        self.files: Files | None = None
         super().__init__(rows, options)
         self.copies: list[tuple[int, int, str]] = []
         self.loaded: dict[int, int] = {}
@@ -87,7 +193,14 @@ class OffloadOracle(Oracle):
             kv_connector="OffloadingConnector", kv_role="kv_both", kv_connector_extra_config=extra
         )
         scheduler, hasher = make_scheduler(options, config)
-        assert scheduler.connector.connector_scheduler.manager._num_chunks == options.cpu_chunks
+        connector = scheduler.connector.connector_scheduler
+        assert connector.manager._num_chunks == options.cpu_chunks
+        if options.storage:
+            primary = CPUPrimaryTierOffloadingManager(
+                options.cpu_chunks, HostMemory(options.cpu_chunks), options.eviction_policy
+            )
+            self.files = Files(self, primary.get_kv_memoryview())
+            connector.manager = TieringOffloadingManager(primary, [self.files])
         return scheduler, hasher
 
     def run(self) -> dict[str, Any]:
@@ -119,7 +232,7 @@ class OffloadOracle(Oracle):
                 request = self.scheduler.requests[key]
                 sampling[key] = None if request.is_prefill_chunk else request.num_output_tokens
             ended = self._deliver(output, sampling, now, reported)
-            if not (busy or reported or self._unsubmitted or self._victims or ended):
+            if not (busy or reported or self._unsubmitted or self._victims or ended or self._asked()):
                 if later := self._next_facts():
                     now = max(now, min(later))
                 elif self.scheduler.has_unfinished_requests():
@@ -137,6 +250,7 @@ class OffloadOracle(Oracle):
                 output, price, meta = self._step(now, ended)
                 busy = bool(output.num_scheduled_tokens)
                 told = bool(self._unsubmitted or meta.load_jobs or meta.store_jobs or meta.jobs_to_flush or ended)
+                told |= self._asked()
                 ended = []
                 now = self._begin(meta, now, max(now, free_at))
                 free_at = max(now, free_at) + price
@@ -173,7 +287,7 @@ class OffloadOracle(Oracle):
     def _step(self, now: float, ended: list[str]) -> tuple[Any, float, Any]:
         """Schedule; what is to be computed, how long that takes, and what the connector is to do."""
         self._loads.clear()
-        before = len(self.steps)
+        before, self.now = len(self.steps), now
         self.scheduler.finished_req_ids = dict.fromkeys(ended)
         output, price = self._schedule(now)
         self._tell(before, output.kv_connector_metadata)
@@ -182,7 +296,19 @@ class OffloadOracle(Oracle):
     def _next_facts(self) -> list[float]:
         """When copies under way end, and when the next request arrives."""
         arrivals = [row.arrival_s for row in self.rows[self.next : self.next + 1]]
-        return [*(end for end, *_ in self._flying), *arrivals]
+        files = [end for end, _ in self.files.jobs] if self.files else []
+        return [*(end for end, *_ in self._flying), *files, *arrivals]
+
+    def _asked(self) -> bool:
+        """Whether the step has asked for chunks among the files: the next one has the answer."""
+        if self.files is None:
+            return False
+        asked, self.files.asked = self.files.asked, False
+        return asked
+
+    def _deliver(self, output: Any, sampling: Any, now: float, reported: Any) -> list[str]:
+        self.now = max(self.now, now)
+        return super()._deliver(output, sampling, now, reported)
 
     def _tell(self, before: int, meta: Any) -> None:
         text = ""

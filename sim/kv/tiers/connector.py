@@ -7,7 +7,6 @@ under way waits for it, and so does a step that preempts. The scheduler sees a c
 """
 
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Self
 
 from sim.engine.changes import Move, Tier
 from sim.engine.limits import TierCounters
@@ -19,9 +18,6 @@ from sim.kv.tiers.host_cache import HostCache
 from sim.kv.tiers.jobs import Job, Offloaded, ranges_of
 from sim.kv.tiers.replacement import Access
 from sim.kv.tiers.worth import Worth
-
-if TYPE_CHECKING:
-    from sim.systems.builder import Builder
 
 
 class OffloadingConnector:
@@ -77,22 +73,6 @@ class OffloadingConnector:
         self._finished: list[Move] = []
         self._refused = False
 
-    @classmethod
-    def of(cls, b: "Builder") -> Self:
-        """Of an engine, by its options. UserError for models of which some layers keep a window."""
-        b.refuse_windows("--kv-offloading-size", "; --disable-hybrid-kv-cache-manager keeps whole prefixes")
-        options = b.offloading
-        return cls(
-            HostCache(options.num_chunks(b.block_bytes), options.eviction_policy, options.store_threshold),
-            b.limits.block_size,
-            blocks_per_chunk=options.blocks_per_chunk,
-            prompts_only=not options.offload_outputs,
-            shares_loads=b.limits.enable_prefix_caching,
-            load_s_per_block=options.load_s_per_block,
-            store_s_per_block=options.store_s_per_block,
-            worth=Worth.of(b, options.load_s_per_block),
-        )
-
     @property
     def copies(self) -> bool:
         """Whether any copy is under way, as far as the scheduler has seen."""
@@ -132,8 +112,8 @@ class OffloadingConnector:
         if end * size - num_local < size:
             return 0
         place, keys, pending = first, request.access.keys, False
-        while place < end and (chunk := self.cache.get(keys[place])) is not None:
-            pending |= chunk.num_copies < 0
+        while place < end and (found := self._find(request, place)) is not None:
+            pending |= not found
             place += 1
         if place == first:
             return 0
@@ -145,6 +125,11 @@ class OffloadingConnector:
         if self._being_loaded and not self._being_loaded.isdisjoint(keys[first:place]):
             return None
         return tokens
+
+    def _find(self, request: Offloaded, place: int) -> bool | None:
+        """Whether a chunk can be read from the host; None: it is not there, nor on its way."""
+        chunk = self.cache.get(request.access.keys[place])
+        return None if chunk is None else chunk.num_copies >= 0
 
     def load(self, seq: Sequence, num_local: int, num_tokens: int) -> None:
         """Copy the `num_tokens` tokens after the first `num_local` to blocks that `seq` has been given."""
@@ -291,9 +276,9 @@ class OffloadingConnector:
         self._finished.append(move)
 
     @property
-    def has_finished(self) -> bool:
-        """Whether copies have ended of which no step has heard."""
-        return bool(self._finished)
+    def wants_step(self) -> bool:
+        """Whether a step has something to do, though nothing computes: to hear of copies that ended, to begin some."""
+        return bool(self._finished or self.stores)
 
     def get_finished(self) -> list[Move]:
         """The copies that have ended; a step hears of them."""

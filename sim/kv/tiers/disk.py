@@ -1,13 +1,12 @@
-"""`Disk`: the blocks of KV that it keeps, and what copies between it and the host take."""
+"""`Drive`: what copies between it and the host take; `Disk`: a drive, and the blocks of KV that it keeps."""
 
 from sim.kv.tiers.host_cache import HostCache
 
 
-class Disk:
-    """A drive with bandwidths, a latency and a cost of each block.
+class Drive:
+    """Bandwidths, a latency and a cost of each block.
 
     Args:
-        num_blocks: that it holds.
         block_bytes: of a block, over all GPUs of the engine.
         read_bytes_per_s, write_bytes_per_s: of its two lanes.
         latency_s: before each copy begins.
@@ -16,7 +15,6 @@ class Disk:
 
     def __init__(
         self,
-        num_blocks: int,
         block_bytes: float,
         *,
         read_bytes_per_s: float,
@@ -24,7 +22,6 @@ class Disk:
         latency_s: float = 0.0,
         s_per_block: float = 0.0,
     ) -> None:
-        self.cache = HostCache(num_blocks)
         self._latency_s = latency_s
         self._read_s = block_bytes / read_bytes_per_s + s_per_block
         self._write_s = block_bytes / write_bytes_per_s + s_per_block
@@ -36,3 +33,11 @@ class Disk:
     def write_s(self, num_blocks: int) -> float:
         """The same from the host."""
         return self._latency_s + num_blocks * self._write_s
+
+
+class Disk(Drive):
+    """A drive that keeps `num_blocks` blocks; the other arguments as for `Drive`."""
+
+    def __init__(self, num_blocks: int, block_bytes: float, **prices: float) -> None:
+        super().__init__(block_bytes, **prices)
+        self.cache = HostCache(num_blocks)

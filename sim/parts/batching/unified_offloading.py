@@ -15,6 +15,7 @@ from sim.engine.changes import Move, Tier
 from sim.engine.plan import IterationPlan, StepTimes
 from sim.engine.sequence import Sequence
 from sim.kv.offloading import OffloadingMemory, OffloadingPaged
+from sim.kv.tiers.tiering import TieringConnector
 from sim.parts.batching.base import NEVER_FITS
 from sim.parts.batching.unified import Unified
 from sim.parts.needs import Need
@@ -42,6 +43,8 @@ class UnifiedOffloading(Unified):
         self.connector = scheduler.memory.connector
         self.connector.schedules_ahead = self.schedules_ahead
         scheduler.counters.tiers["host"] = self.connector.tier
+        if isinstance(self.connector, TieringConnector):
+            scheduler.counters.tiers["disk"] = self.connector.storage_tier
         self.kv_holding: dict[Sequence, int] = {}
         """Sequences that load, or have loaded and wait; how many tokens of each are computed then."""
         # Whether the next step may decide otherwise about requests that wait, though nothing seems to happen.
@@ -83,9 +86,9 @@ class UnifiedOffloading(Unified):
         if not plan.chunks and not plan.num_decodes:
             # A step without work takes no time: what had ended is seen, and stores begin, at once.
             if self.schedules_ahead:
-                scheduler.changed |= bool(connector.has_finished or connector.stores)
+                scheduler.changed |= connector.wants_step
             elif not plan.awaited and not plan.after:
-                scheduler.changed |= connector.report(connector.get_finished()) or bool(connector.stores)
+                scheduler.changed |= connector.report(connector.get_finished()) or connector.wants_step
         elif not (plan.chunks or self.partials or preempted or plan.after or plan.awaited or scheduler.last_in_flight):
             scheduler.allow_jump(plan)
 
