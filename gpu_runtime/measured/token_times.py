@@ -7,7 +7,7 @@ time all the same; what follows of it for people (first tokens, gaps, ends) is k
 from collections import Counter
 from collections.abc import Iterable
 
-from sim.engine.itl import gap_run
+from sim.engine.gaps import gap_run
 from sim.engine.scheduler import Scheduler
 from sim.engine.sequence import Sequence, Status
 

@@ -14,7 +14,7 @@ from collections.abc import Collection
 from heapq import heappop, heappush
 from typing import TYPE_CHECKING
 
-from sim.engine.itl import gap_run
+from sim.engine.gaps import gap_run
 from sim.engine.plan import StepTimes, WindowTokens
 from sim.engine.sequence import Sequence
 from sim.errors import InvariantError

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from sim.engine.batch import DecodeBatch
-from sim.engine.itl import gap_run
+from sim.engine.gaps import gap_run
 from sim.engine.sequence import Sequence
 from sim.errors import InvariantError
 

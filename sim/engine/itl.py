@@ -7,17 +7,13 @@ folded, some at a time, into a histogram of logarithmic bins, so that memory sta
 
 from collections.abc import Callable, Iterator
 from math import sqrt
-from struct import Struct
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-FLOATS_PER_RUN = 4
-RUN = Struct(f"{FLOATS_PER_RUN}d")
-gap_run: Callable[[float, float, int, int], bytes] = RUN.pack
-"""Packs a run of gaps for `GapCollector.add`: gap_s, slope_s, count, weight. An array of floats would take three times
-as long."""
+from sim.engine.gaps import FLOATS_PER_RUN, RUN
+
 EXACT_RUNS = 1 << 20
 """Runs of iterations kept exactly (32 MiB)."""
 EXACT_GAPS = 1 << 22

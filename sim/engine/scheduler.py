@@ -13,7 +13,7 @@ from sim.engine.batch import DecodeBatch
 from sim.engine.changes import PEER, Append, Change, Move, Tier
 from sim.engine.decisions import DecisionLog
 from sim.engine.drafting_batch import DraftingBatch
-from sim.engine.itl import gap_run
+from sim.engine.gaps import gap_run
 from sim.engine.limits import Counters, Deployment, Limits
 from sim.engine.plan import IterationPlan, PrefillChunk, StepTimes
 from sim.engine.ranked_batch import RankedBatch

@@ -5,7 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sim.engine.itl import GapCollector, gap_run
+from sim.engine.gaps import gap_run
+from sim.engine.itl import GapCollector
 
 runs = st.lists(
     st.tuples(st.floats(1e-4, 5), st.floats(0, 1e-3), st.integers(1, 20), st.integers(1, 30)), min_size=1, max_size=40
