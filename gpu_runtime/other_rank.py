@@ -41,6 +41,6 @@ def serve_others(
         return
     except Exception as error:
         told = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
-        # Where rank 0 has failed first, nobody hears.
+        # Where rank 0 has failed first, no process reads it.
         with suppress(OSError):
             first.send(f"rank {rank} of {scenario.tp}: {told.splitlines()[0]}")

@@ -68,7 +68,7 @@ def _share(
 
 @triton.jit
 def _part(slot, share, seqs, seq_lens, count, TILE: tl.constexpr, WINDOW: tl.constexpr, SOME: tl.constexpr) -> tuple:
-    """Whose part a program is (place among the decodes), the how manieth of it, and of how many; of 0: nobody's."""
+    """The decode that a program has a part of (its place), which part that is, and of how many; of 0: it has none."""
     place, part, parts, before = 0, 0, 0, 0
     for first in range(0, count, SOME):
         some = first + tl.arange(0, SOME)

@@ -70,7 +70,7 @@ class Work(NamedTuple):
         )  # fmt: skip
         added_s = self.decode_s(price, 0.0, 0.0)
         roots = (added_s + self.decodes * least * most) / np.maximum(1e-30, least + most)
-        # Who adds more than there is cannot be good; what it adds is right for any.
+        # A request that adds more than there is cannot be good; what it adds is right for any.
         left_s = np.maximum(np.maximum(1e-30, added_s), allowed_s - self.decodes * price.fixed_s)
         return added_s + price.fixed_s * roots**2 / left_s
 

@@ -136,7 +136,7 @@ def test_processes_serve_as_one_does(scenario, group):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="has addresses 127.0.0.x without being told")
 def test_other_machines_cannot_join(scenario, monkeypatch):
-    """A store listens on all addresses unless it is given a socket; then no one else could have its port."""
+    """A store listens on all addresses unless it is given a socket; then no other could have its port."""
     made, store = [], ranks.dist.TCPStore
     monkeypatch.setattr(
         ranks.dist, "TCPStore", lambda *args, **options: made.append(store(*args, **options)) or made[0]
@@ -167,7 +167,7 @@ def test_a_rank_that_fails_ends_the_others_with_its_words(group):
 
 
 def test_a_rank_that_computes_something_else_says_so(monkeypatch):
-    """Else its tokens would be another model's, and no one would see it."""
+    """Else its tokens would be another model's, and nothing would show it."""
     monkeypatch.setattr(ranks.dist, "broadcast", lambda told, source: told.copy_(torch.tensor([0.5, 7.0])))
     rank = Group.__new__(Group)
     assert rank.shared_s(0.1, 7) == 0.5

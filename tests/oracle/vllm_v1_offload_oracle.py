@@ -63,7 +63,7 @@ class OffloadOptions(Options):
 
 
 class HostMemory:
-    """What vLLM maps: chunks of a byte, which nobody reads."""
+    """What vLLM maps: chunks of a byte, which are never read."""
 
     def __init__(self, num_chunks: int) -> None:
         self.num_chunks = num_chunks

@@ -49,7 +49,7 @@ def test_parts_add_up_to_the_latency_and_watching_changes_nothing(policy):
 
 
 def test_time_with_tools_is_a_part_by_itself(tmp_path):
-    """Four seconds with tools and no one else there: next to nothing is left to be called preempted."""
+    """Four seconds with tools and no other request: next to nothing is left to be called preempted."""
     path = tmp_path / "t.csv"
     path.write_text("arrival_s,prompt_tokens,output_tokens,tool_calls\n0,30,20,5:1.5:8;9:2.5:8\n")
     for policy in ("infercept", "infercept:tool-kv=preserve"):
