@@ -41,7 +41,7 @@ test: $(VENV)/dev
 # Triton's kernels for GPUs that are not here, every case of `pytest -m gpu`: eight to nine minutes of one core, so that
 # CI leaves it out; `test` has the hard ones. For a change of a kernel, or of Triton.
 kernels: $(VENV)/dev
-	for gpu in 80 89 90 100; do $(BIN)/python tests/gpu_runtime/triton_compiles.py $$gpu all || exit 1; done
+	for gpu in 80 89 90 100; do $(BIN)/python tests/gpu_runtime/model/triton_compiles.py $$gpu all || exit 1; done
 
 # The documentation as a site, site/index.html; a link that leads nowhere is an error.
 docs: export NO_MKDOCS_2_WARNING = 1

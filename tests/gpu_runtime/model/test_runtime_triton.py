@@ -19,5 +19,5 @@ def test_kernels_agree_with_plain_torch(mode):
     here = Path(__file__).parent
     env = {**os.environ, "TRITON_INTERPRET": "1" if mode == "interpreted" else "0"}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(here / "triton_cases.py")]
-    run = subprocess.run(command, cwd=here.parent.parent, env=env, capture_output=True, text=True, check=False)
+    run = subprocess.run(command, cwd=here.parents[2], env=env, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stdout[-6000:] + run.stderr[-2000:]

@@ -29,7 +29,7 @@ from sim.systems import POLICIES
 
 CPU = torch.device("cpu")
 WEIGHT = torch.ones(SMALL.hidden_size)
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture(autouse=True)

@@ -26,7 +26,7 @@ from sim.errors import UserError
 
 torch.set_num_threads(1)
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 CONFIG = {
     "model_type": "llama",
     "vocab_size": 128,

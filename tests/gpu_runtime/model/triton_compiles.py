@@ -14,7 +14,7 @@ import torch
 from triton.backends.compiler import GPUTarget
 from triton.runtime import JITFunction, driver
 
-sys.path[:0] = [str(Path(__file__).parents[2])]
+sys.path[:0] = [str(Path(__file__).parents[3])]
 from gpu_runtime.kv.pool import KVPool  # noqa: E402
 from gpu_runtime.kv.stored import FLOAT8  # noqa: E402
 from gpu_runtime.model import triton_attention, triton_layer  # noqa: E402
