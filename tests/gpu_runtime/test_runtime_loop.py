@@ -146,9 +146,10 @@ def test_a_device_that_stays_awake_naps_while_copies_are_queued(pending, naps, m
 
         def __init__(self):
             self._stays_awake, self._woken = True, Flag()
+            self.decoder = SimpleNamespace(group=None)
             self._transfers = type("Transfers", (), {"any_ended": False})()
 
-        def now_s(self):
+        def _own_s(self):
             return clock[0]
 
     Waiting().wait(5e-3)
