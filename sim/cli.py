@@ -162,6 +162,12 @@ def compare_command(arguments: argparse.Namespace) -> int:
     # All are checked before the first runs.
     planned = [(setup, requests_of(setup)) for setup in (prepare(scenario, *policy) for policy in policies)]
     refuse_idle(one for setup, _ in planned for one in setup.conditional)
+    setups = [setup for setup, _ in planned]
+    best = None
+    if arguments.bound:
+        from sim.bounds.compared import best_bound  # noqa: PLC0415 - scipy is slow to import
+
+        best = best_bound(setups)
     with renewing(folder, below=[folder_name(label) for label in labels]) as new:
         results: list[Result] = []
         drawn = []
@@ -184,12 +190,14 @@ def compare_command(arguments: argparse.Namespace) -> int:
                 ended = run, folder_name(setup.label)
                 break
         bounds = None
-        if not status and (scenario.goodput or arguments.bound or arguments.bounds):
-            from sim.bounds.compared import bounds_of  # noqa: PLC0415 - scipy is slow to import
+        counted = any(result.request_goodput is not None for result in results)
+        if not status and (counted or best or arguments.bounds):
+            from sim.bounds.compared import best_bound, bounds_of  # noqa: PLC0415 - as above
 
-            setups = [setup for setup, _ in planned]
             try:
-                bounds = bounds_of(setups, results, bound=arguments.bound, lifted=bool(arguments.bounds))
+                if counted and arguments.bound is None:
+                    best = best_bound(setups, asked=False)
+                bounds = bounds_of(setups, results, best, lifted=bool(arguments.bounds))
             except KeyboardInterrupt:
                 print("kvtwin: interrupted; the policies are compared without bounds", file=sys.stderr)
                 status = INTERRUPTED

@@ -20,9 +20,10 @@ BY_DEFAULT = 20_000
 """Requests below which the bound is found without being asked for."""
 
 
-def bounds_of(setups: Sequence[Setup], results: Sequence[Result], *, bound: bool | None, lifted: bool) -> Bounds | None:
-    """What was asked for; `bound` None: below `BY_DEFAULT` requests, where there is one."""
-    found = None if bound is False or not setups else best_bound(setups, asked=bool(bound))
+def bounds_of(
+    setups: Sequence[Setup], results: Sequence[Result], found: GoodputBound | None, *, lifted: bool
+) -> Bounds | None:
+    """Shares of the bound that was found, and runs with a limit lifted where these are asked for."""
     goodput = None if found is None else found.goodput
     if goodput is None and not lifted:
         return None
@@ -41,7 +42,10 @@ def _served_all(result: Result) -> bool:
 
 
 def best_bound(setups: Sequence[Setup], *, asked: bool = True) -> GoodputBound | None:
-    """The greatest bound of engines that differ in limits and host time; UserError if `asked` for and there is none."""
+    """The greatest bound of engines that differ in limits and host time; UserError if `asked` for and there is none.
+
+    Not asked for, it is found below `BY_DEFAULT` requests alone.
+    """
     scenario = setups[0].scenario
     reason = _why_none(scenario)
     if reason is None and any(STAGES[setup.policy.names["stage"]].drafts for setup in setups):
@@ -50,20 +54,21 @@ def best_bound(setups: Sequence[Setup], *, asked: bool = True) -> GoodputBound |
         requests = list(islice(traffic(scenario), None if asked else BY_DEFAULT))
         if not asked and len(requests) == BY_DEFAULT:
             return None
-        slo, engines = Goodput.parse(scenario.goodput), scenario.num_engines
-        bounds = [goodput_bound(requests, setup.limits, setup.cost, slo, engines) for setup in setups]
-        known = [bound for bound in bounds if bound is not None]
-        if known and len(known) == len(bounds):
-            return max(known, key=lambda bound: bound.goodput)
-        reason = "prices of these forms have no linear ones below them"
+        if scenario.goodput or any(request.slos for request in requests):
+            slo, engines = Goodput.parse(scenario.goodput), scenario.num_engines
+            bounds = [goodput_bound(requests, setup.limits, setup.cost, slo, engines) for setup in setups]
+            known = [bound for bound in bounds if bound is not None]
+            if known and len(known) == len(bounds):
+                return max(known, key=lambda bound: bound.goodput)
+            reason = "prices of these forms have no linear ones below them"
+        else:
+            reason = "no request has SLOs; give --goodput, or a trace whose requests have slos"
     if asked:
         raise UserError(f"--bound: {reason}; leave it out")
     return None
 
 
 def _why_none(scenario: Scenario) -> str | None:
-    if not scenario.goodput:
-        return "goes with --goodput, which is not given"
     if scenario.max_concurrency is not None or scenario.closed_sessions:
         return "in a closed loop arrivals depend on the policy"
     if scenario.data_parallel_size not in (None, 1):

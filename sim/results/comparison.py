@@ -12,6 +12,7 @@ from sim.files import make_folder, write_atomically
 from sim.results.comparison_sentences import SAME, all_sentences, engine_sentences, factor_text, sentences
 from sim.results.load import overload
 from sim.results.report import (
+    ATTAINED,
     METRICS,
     Metric,
     constants,
@@ -20,6 +21,7 @@ from sim.results.report import (
     labels,
     metric_values,
     ratio,
+    slo_shares,
 )
 from sim.results.schema import Bounds, Comparison, Result
 
@@ -113,22 +115,29 @@ class Row:
 
 
 def table(results: Sequence[Result]) -> list[Row]:
-    """Rows of the comparison; metrics that no policy has are left out."""
+    """Rows of the comparison; metrics that no policy has are left out. Below SLOs met, a row for each class of them."""
     values = [metric_values(result) for result in results]
     rows = []
     for metric in METRICS:
         numbers = [found[metric.key] for found in values]
         if all(number is None for number in numbers):
             continue
-        texts = [metric.text(number) for number in numbers]
-        best = _best(metric, numbers, texts)
-        # Beside what prints as nothing a factor says nothing.
-        base = None if texts[0] == metric.text(0.0) else numbers[0]
-        factors = [None, *(ratio(number, base) for number in numbers[1:])]
-        told = ["" if factor is None else f"({factor_text(factor)})" for factor in factors]
-        cells = [Cell(text, word, text in best) for text, word in zip(texts, told, strict=True)]
-        rows.append(Row(metric.key, metric.name, cells))
+        rows.append(_table_row(metric, metric.name, numbers))
+        if metric.key == ATTAINED:
+            shares = [slo_shares(result) for result in results]
+            classes = dict.fromkeys(slos for share in shares for slos in share)
+            rows += [_table_row(metric, f"SLOs met: {slos} (%)", [one.get(slos) for one in shares]) for slos in classes]
     return rows
+
+
+def _table_row(metric: Metric, name: str, numbers: Sequence[float | None]) -> Row:
+    texts = [metric.text(number) for number in numbers]
+    best = _best(metric, numbers, texts)
+    # Beside what prints as nothing a factor says nothing.
+    base = None if texts[0] == metric.text(0.0) else numbers[0]
+    factors = [None, *(ratio(number, base) for number in numbers[1:])]
+    told = ["" if factor is None else f"({factor_text(factor)})" for factor in factors]
+    return Row(metric.key, name, [Cell(text, word, text in best) for text, word in zip(texts, told, strict=True)])
 
 
 def _best(metric: Metric, numbers: Sequence[float | None], texts: Sequence[str]) -> set[str]:

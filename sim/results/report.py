@@ -18,7 +18,6 @@ from sim.results.sections import (
     ErrorInterval,
     ResolvedScenario,
     Scaling,
-    SLOClass,
     UsedEngineProfile,
     UsedProfile,
 )
@@ -66,6 +65,8 @@ LATENCY_PARTS = {
     "tool": "with tools",
 }
 """Names of the parts of the mean latency that are not queueing (`LatencyParts`)."""
+ATTAINED = "goodput_attainment_percent"
+"""The metric that has rows for the classes of SLOs as well."""
 METRICS = (
     Metric("completed", "Requests completed", False, ",.0f"),
     Metric("ignored", "Requests ignored", True, ",.0f"),
@@ -83,9 +84,7 @@ METRICS = (
         "`goodput_attainment` x requests offered: requests that met every SLO, a second of arrivals. What the last "
         "ones take does not count, as it does in `request_goodput`. None: no SLOs, or nothing known of the arrivals.",
     ),
-    Metric(
-        "goodput_attainment_percent", "SLOs met (% of requests)", False, meaning="`goodput_attainment` x 100.",
-    ),
+    Metric(ATTAINED, "SLOs met (% of requests)", False, meaning="`goodput_attainment` x 100."),
     *_latencies(),
     *(
         Metric(
@@ -121,7 +120,7 @@ def metric_values(result: Result) -> dict[str, float | None]:
     came = offered(result)
     derived = {
         "goodput_of_arrivals": None if attained is None or came is None else attained * came,
-        "goodput_attainment_percent": None if attained is None else attained * 100.0,
+        ATTAINED: None if attained is None else attained * 100.0,
         "queue_share_percent": None if share is None else share * 100.0,
         "mean_decoding": mean_decoding(result),
         "request_offered": came,
@@ -136,12 +135,19 @@ def metric_values(result: Result) -> dict[str, float | None]:
     return {m.key: derived[m.key] if m.key in derived else number(result, m.key) for m in METRICS}
 
 
+def slo_shares(result: Result) -> dict[str, float]:
+    """Of the requests of each class of SLOs, those that meet them, %; none where a result tells no classes."""
+    return {one.slos: one.good / one.num_prompts * 100.0 for one in result.slo_classes or []}
+
+
 def number(result: Result, field: str) -> float | None:
     """The number in a field that is named by its text, as metrics are."""
     value: float | None = getattr(result, field)
     return value
 
 
+OWN = "those of each request"
+"""In the place of the SLOs of `--goodput`, where that is not given and requests have their own."""
 OVERLOADED = "in the second half of the arrivals"
 
 
@@ -268,8 +274,12 @@ def run_lines(result: Result, folder: Path) -> list[str]:
         lines.append(_row("Goodput (requests/s)", f"{result.request_goodput:.3f}{met}"))
         if (of_arrivals := values["goodput_of_arrivals"]) is not None:
             lines.append(_row("Goodput of arrivals (1/s)", f"{of_arrivals:.3f}"))
-        lines.append(_row("SLOs (ms)", " ".join(result.scenario.goodput)))
-        lines += [_row(f"  of {one.num_prompts:,}: {one.slos}", _percent(one)) for one in result.slo_classes or []]
+        lines.append(_row("SLOs (ms)", " ".join(result.scenario.goodput) or OWN))
+        shares = slo_shares(result)
+        lines += [
+            _row(f"  of {one.num_prompts:,}: {one.slos}", f"{shares[one.slos]:.1f} % meet them")
+            for one in result.slo_classes or []
+        ]
     lines += [_rule("Latency, ms", "-"), *_latency_lines(result)]
     lines += accuracy_lines(result)
     lines += [_rule("KV memory", "-"), *_memory_lines(result)]
@@ -281,10 +291,6 @@ def run_lines(result: Result, folder: Path) -> list[str]:
     beside = [name for name in BESIDE if (folder / name).exists()]
     lines += [_row("Beside it", " ".join(beside))] if beside else []
     return [*lines, "=" * 66]
-
-
-def _percent(one: SLOClass) -> str:
-    return f"{one.good / one.num_prompts * 100:.1f} % meet them"
 
 
 def _latency_lines(result: Result) -> list[str]:

@@ -54,6 +54,8 @@ MOST_SLO_CLASSES = 100
 """Of unlike SLOs; a trace that has more is not told class by class."""
 OF_GOODPUT = "--goodput"
 """In the place of the SLOs of requests that have none of their own."""
+NO_SLOS = "none"
+"""The same without `--goodput`: all of them that complete are good."""
 REJECTED = "rejected:"
 """How reasons begin for which a policy turns requests away."""
 INFINITE = "inf"
@@ -130,7 +132,8 @@ def _slo_classes(log: RequestLog) -> list[SLOClass] | UnsetType:
     ended, good = map(sum, zip(*counts.values(), strict=True))
     rows = [SLOClass(slos=slos, num_prompts=one.ended, good=one.good) for slos, one in counts.items()]
     if rest := log.ended - ended:
-        rows.append(SLOClass(slos=OF_GOODPUT, num_prompts=rest, good=log.good - good))
+        others = NO_SLOS if log.goodput is None else OF_GOODPUT
+        rows.append(SLOClass(slos=others, num_prompts=rest, good=log.good - good))
     return sorted(rows, key=lambda row: (-row.num_prompts, row.slos))
 
 

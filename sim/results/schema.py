@@ -79,7 +79,8 @@ class Result(Struct, kw_only=True, frozen=True):
     """Requests that met every SLO / requests that ended, 0 to 1; an ignored one met none. None: no SLOs, or nothing
     ended."""
     slo_classes: list[SLOClass] | UnsetType = UNSET
-    """The same by the SLOs that requests have. Absent: all have those of `--goodput`, or more than 100 unlike ones."""
+    """The same by the SLOs that requests have; `compare` and `report` show each. Absent: all have those of `--goodput`,
+    or more than 100 unlike ones."""
 
     mean_ttft_ms: float | None
     median_ttft_ms: float | None

@@ -43,7 +43,8 @@ class SLOClass(Struct, kw_only=True, frozen=True):
     """Requests of the same SLOs."""
 
     slos: str
-    """As the trace has them, `ttft:500 tpot:50` (ms); `--goodput`: those of requests that have none of their own."""
+    """As the trace has them, `ttft:500 tpot:50` (ms). Of requests that have none of their own: `--goodput`, or `none`
+    where that is not given."""
     num_prompts: int
     """Requests that ended."""
     good: int

@@ -21,6 +21,7 @@ CROWD = {
 }  # fmt: skip
 CROWDED = Scenario(**CROWD, goodput=("ttft:3000", "tpot:100"))
 FLAGS = flags(**CROWD, quiet=True)
+LIMITS = "ttft:1000 tpot:150"
 
 
 def setup_of(name: str, scenario: Scenario = CROWDED) -> Setup:
@@ -53,8 +54,29 @@ def test_without_slos_there_is_no_bound(tmp_path, capsys):
     assert main(["compare", "--policy", "orca", *FLAGS, "--out", str(tmp_path)]) == 0
     found = msgspec.json.decode((tmp_path / "comparison.json").read_bytes(), type=Comparison)
     assert found.goodput_bound is None and not found.bound_shares and not found.lifted
+    before = (tmp_path / "orca" / "result.json").read_bytes()
     assert main(["compare", "--policy", "orca", *FLAGS, "--bound", "--out", str(tmp_path)]) == 2
-    assert "--bound: goes with --goodput" in capsys.readouterr().err
+    assert "--bound: no request has SLOs; give --goodput, or a trace whose" in capsys.readouterr().err
+    # Refused before the first run: what is there stays.
+    assert (tmp_path / "orca" / "result.json").read_bytes() == before
+
+
+@pytest.mark.parametrize("asked", [[], ["--bound"]], ids=str)
+def test_slos_of_requests_alone_have_a_bound(tmp_path, asked):
+    """It is that of `--goodput` where all requests name the same in its place; those that name none are all good."""
+    path, out = tmp_path / "t.csv", tmp_path / "out"
+    bounds = []
+    for own, more in ((LIMITS, asked), ("", ["--goodput", *LIMITS.split()]), (None, asked)):
+        slos = [LIMITS if i % 2 else "" for i in range(60)] if own is None else [own] * 60
+        rows = [f"{0.01 * i},400,40,{one}\n" for i, one in enumerate(slos)]
+        path.write_text("arrival_s,prompt_tokens,output_tokens,slos\n" + "".join(rows))
+        words = flags(trace=path, model="llama-2-7b", gpu="l20", quiet=True, no_figures=True)
+        assert main(["compare", "--policy", "vllm-v1", *words, *more, "--out", str(out)]) == 0
+        found = msgspec.json.decode((out / "comparison.json").read_bytes(), type=Comparison)
+        assert found.goodput_bound is not None and 0.0 < found.bound_shares["vllm-v1"] <= 1.0
+        bounds.append(found.goodput_bound)
+    own, said, half = bounds
+    assert own == said < half
 
 
 @pytest.mark.parametrize(
@@ -83,14 +105,13 @@ def test_a_bound_that_nobody_asked_for_is_of_few_requests(monkeypatch):
     known = best_bound([setup], asked=False)
     assert known is not None
     result = small_result(policy="a", num_prompts=9, completed=9, request_goodput=None)
-    found = bounds_of([setup], [result], bound=None, lifted=False)
+    found = bounds_of([setup], [result], known, lifted=False)
     assert found is not None and found.goodput_bound == known.goodput and found.lifted == {}
     assert found.bound_shares == {"a": 0.0}
     monkeypatch.setattr("sim.bounds.compared.BY_DEFAULT", 60)
     assert best_bound([setup], asked=False) is None
     assert best_bound([setup]) == known
-    assert bounds_of([setup], [], bound=False, lifted=False) is bounds_of([], [], bound=True, lifted=False) is None
-    assert bounds_of([setup], [], bound=None, lifted=False) is None
+    assert bounds_of([setup], [], None, lifted=False) is None
 
 
 def test_lifting_leaves_the_setup_as_it_was():

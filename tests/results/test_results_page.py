@@ -20,6 +20,7 @@ from sim.results.page.charts import charts
 from sim.results.page.page import render
 from sim.results.page.saved import Section, read_run, read_sections
 from sim.results.page.studies import MOST_ROWS, kind_of, read_study
+from sim.results.sections import SLOClass
 
 WORDS = ["--workload", "sharegpt", "--num-prompts", "60", "--request-rate", "12", "--gpu", "l20", "--quiet"]
 WORDS += ["--num-gpu-blocks-override", "400", "--goodput", "ttft:3000", "tpot:200"]
@@ -93,6 +94,20 @@ def test_names_that_look_like_markup_are_text(compared):
     assert "<script>alert" not in page
     assert "<img" not in page
     assert page.count("</script>") == 3
+
+
+def test_slos_of_requests_are_told_by_class(compared):
+    """In the line that says what was asked, and in the first table."""
+    (section,) = read_sections([compared])
+    given, own = section.runs
+    classes = [SLOClass(slos="ttft:500 tpot:50", num_prompts=40, good=10)]
+    object.__setattr__(given, "result", structs.replace(given.result, slo_classes=classes))
+    page = render([Section([given], [], None, None)])
+    assert "SLOs: TTFT 3000 ms, TPOT 200 ms, those of each request." in page
+    assert page.count('<th scope="row">SLOs met: ttft:500 tpot:50 (%)</th><td>25.0</td>') == 2
+    # So many unlike ones that no class is told.
+    object.__setattr__(own, "result", structs.replace(own.result, scenario=replace(own.result.scenario, goodput=())))
+    assert "SLOs: those of each request." in render([Section([own], [], None, None)])
 
 
 def test_single_runs_share_a_section_and_are_told_apart(compared, tmp_path):

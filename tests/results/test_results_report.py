@@ -7,11 +7,11 @@ import pytest
 from msgspec import structs
 from small_results import counts, lanes, small_result
 
-from sim.results.comparison import comparison_lines, table, write_comparison
+from sim.results.comparison import Cell, comparison_lines, table, write_comparison
 from sim.results.comparison_sentences import sentences
 from sim.results.load import mean_decoding
-from sim.results.report import deployment, metric_values, run_lines
-from sim.results.sections import TierUse
+from sim.results.report import ATTAINED, deployment, metric_values, run_lines
+from sim.results.sections import SLOClass, TierUse
 
 
 def result_of(policy="vllm-recompute", **changes):
@@ -77,6 +77,24 @@ def test_no_factor_stands_beside_what_prints_as_nothing():
     base = result_of(goodput_attainment=0.0004)
     (row,) = (row for row in table([base, layerkv(goodput_attainment=0.05)]) if row.name.startswith("SLOs met"))
     assert [(cell.value, cell.ratio) for cell in row.cells] == [("0.0", ""), ("5.0", "")]
+
+
+def test_each_class_of_slos_has_its_row(tmp_path):
+    """Beneath all of them, with what is best of it; a policy whose result tells of none has nothing there."""
+    rest = SLOClass(slos="--goodput", num_prompts=160, good=80)
+    tight = SLOClass(slos="ttft:500 tpot:50", num_prompts=40, good=10)
+    runs = [
+        result_of(slo_classes=[rest, tight]),
+        layerkv(slo_classes=[structs.replace(rest, good=160), structs.replace(tight, good=5)]),
+        layerkv("vllm-swap"),
+    ]
+    named = {row.name: row.cells for row in table(runs) if row.key == ATTAINED}
+    assert [*named] == ["SLOs met (% of requests)", "SLOs met: --goodput (%)", "SLOs met: ttft:500 tpot:50 (%)"]
+    assert named["SLOs met: --goodput (%)"] == [
+        Cell("50.0", "", best=False), Cell("100.0", "(2.00x)", best=True), Cell("-", "", best=False)
+    ]  # fmt: skip
+    assert [cell.best for cell in named["SLOs met: ttft:500 tpot:50 (%)"]] == [True, False, False]
+    assert any(line.startswith("SLOs met: ttft:500 tpot:50 (%)") for line in comparison_lines(runs, tmp_path))
 
 
 def test_what_is_quantised_is_told():

@@ -313,14 +313,15 @@ def test_an_interrupt_beside_the_bounds_leaves_the_comparison(tmp_path, monkeypa
     ("words", "asked"),
     [
         ([], []),
-        (["--goodput", "ttft:9000"], [(None, False)]),
-        (["--bounds"], [(None, True)]),
-        (["--bound"], [(True, False)]),
+        (["--goodput", "ttft:9000"], [False]),
+        (["--goodput", "ttft:9000", "--no-bound"], []),
+        (["--bound"], [True]),
+        (["--goodput", "ttft:9000", "--bound"], [True]),
     ],
 )  # fmt: skip
-def test_bounds_are_looked_for_where_an_slo_is_given_or_they_are_asked_for(tmp_path, monkeypatch, words, asked):
+def test_the_bound_is_looked_for_once_where_an_slo_is_given_or_it_is_asked_for(tmp_path, monkeypatch, words, asked):
     found = []
-    monkeypatch.setattr("sim.bounds.compared.bounds_of", lambda *_, bound, lifted: found.append((bound, lifted)))
+    monkeypatch.setattr("sim.bounds.compared.best_bound", lambda _, asked=True: found.append(asked))
     assert kvtwin.main(["compare", *SMALL, "--policy", "vllm-v1", "--no-figures", "--out", str(tmp_path), *words]) == 0
     assert found == asked
 

@@ -8,7 +8,7 @@ from sim.options.policies import parse_policy
 from sim.options.scenario import Scenario
 from sim.results.goodput import Goodput
 from sim.results.metrics import RequestLog
-from sim.results.report import run_lines
+from sim.results.report import OWN, run_lines
 from sim.results.result import assemble
 from sim.run.prepare import prepare
 from sim.run.simulate import build_run, execute_all
@@ -128,3 +128,17 @@ def test_a_result_tells_classes_and_what_was_rejected(tmp_path):
     assert "of them rejected:" in text and "of 60: ttft:200 tpot:30" in text
     assert not any("SLOs of their own" in warning for warning in refusing.warnings)
     assert any("60 requests have SLOs of their own" in warning for warning in other.warnings)
+
+
+def test_without_goodput_those_that_name_no_slos_have_none(tmp_path):
+    """All of them are good: a class of its own name, not that of an option nobody gave."""
+    path = tmp_path / "t.csv"
+    rows = [f"{i},200,20,{'' if i % 3 else 'ttft:0.001'}\n" for i in range(9)]
+    path.write_text("arrival_s,prompt_tokens,output_tokens,slos\n" + "".join(rows))
+    setup = prepare(Scenario(trace=str(path), model="llama-2-7b", gpu="l20"), *parse_policy("vllm-v1", {}))
+    result = assemble(execute_all(build_run(setup, traffic(setup.scenario))))
+    assert [(one.slos, one.num_prompts, one.good) for one in result.slo_classes] == [
+        ("none", 6, 6),
+        ("ttft:0.001", 3, 0),
+    ]
+    assert any(line.split(":", 1)[-1].strip() == OWN for line in run_lines(result, tmp_path))

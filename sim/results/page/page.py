@@ -16,7 +16,8 @@ from sim.results.figures.data import FigureRun
 from sim.results.page.charts import Chart, charts
 from sim.results.page.saved import Section
 from sim.results.page.studies import Study
-from sim.results.report import METRICS, accuracy_sentences, constants, deployment, engine_overhead, span
+from sim.results.report import METRICS, OWN, accuracy_sentences, constants, deployment, engine_overhead, span
+from sim.results.schema import Result
 from sim.results.sections import Accuracy
 from sim.results.tails import cause_rows, head_sentences, neighbour_sentences
 from sim.version import VERSION
@@ -109,7 +110,7 @@ def _view(section: Section) -> View:
     return View(
         title=deployment(results[0]),
         traffic=f"{results[0].num_prompts:,} requests, seed {scenario.seed}",
-        slos=", ".join(word.replace(":", " ").upper() + " ms" for word in scenario.goodput) or "none",
+        slos=_slos(results[0]),
         labels=[run.label for run in runs],
         given=[_given(run) for run in runs],
         sentences=section.sentences,
@@ -123,6 +124,12 @@ def _view(section: Section) -> View:
         command=section.command,
         asked=section.asked,
     )
+
+
+def _slos(result: Result) -> str:
+    found = [word.replace(":", " ").upper() + " ms" for word in result.scenario.goodput]
+    own = bool(result.slo_classes) or (not found and result.request_goodput is not None)
+    return ", ".join([*found, *([OWN] if own else [])]) or "none"
 
 
 def _given(run: FigureRun) -> Given:
