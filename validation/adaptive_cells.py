@@ -1,8 +1,8 @@
 """`adaptive` against the other presets and the certified bound, cell by cell: a CSV, a row a run, and a table of it.
 
-    python validation/adaptive_cells.py --out docs/adaptive-cells.csv [--num-prompts 6000] [--workers 1]
-    python validation/adaptive_cells.py --bounds-only docs/adaptive-cells.csv
-    python validation/adaptive_cells.py --table docs/adaptive-cells.csv
+    python validation/adaptive_cells.py --out adaptive-cells.csv [--num-prompts 6000] [--workers 1]
+    python validation/adaptive_cells.py --bounds-only adaptive-cells.csv
+    python validation/adaptive_cells.py --table adaptive-cells.csv
 
 A cell is a model, a GPU, a trace, a load, a PCIe link, a seed and two SLOs, TTFT and TPOT. On other links only policies
 that copy run; the others have the goodput of the profile's own link. Uniform lengths are on slow links alone; with the

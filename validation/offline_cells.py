@@ -1,6 +1,6 @@
 """What a scheduler reaches that knows every arrival and length: goodput between `adaptive`'s and the certified bound.
 
-    python validation/offline_cells.py --out docs/offline-cells.csv [--num-prompts 1000] [--link-gb-per-s 1.6]
+    python validation/offline_cells.py --out offline-cells.csv [--num-prompts 1000] [--link-gb-per-s 1.6]
 
 It chooses which requests to serve: as many as can be done in time one after another, by the bound's prices and a share
 of the engine's time, and of those as many as can have their prompts in time. They are simulated with `adaptive`'s
