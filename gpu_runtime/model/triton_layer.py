@@ -110,8 +110,8 @@ def _silu_and_mul(gate_up, out, width, TILE: tl.constexpr) -> None:
     columns = tl.program_id(1) * TILE + tl.arange(0, TILE)
     mask = columns < width
     row = tl.program_id(0).to(tl.int64) * width
-    gate = tl.load(gate_up + 2 * row + columns, mask=mask, other=0.0).to(tl.float32)
-    up = tl.load(gate_up + 2 * row + width + columns, mask=mask, other=0.0).to(tl.float32)
+    gate = tl.load(gate_up + 2 * row + columns, mask=mask).to(tl.float32)
+    up = tl.load(gate_up + 2 * row + width + columns, mask=mask).to(tl.float32)
     tl.store(out + row + columns, (gate * tl.sigmoid(gate) * up).to(out.dtype.element_ty), mask=mask)
 
 
@@ -133,10 +133,10 @@ def _add_rms_norm(hidden, update, weight, total, normed, width, epsilon, TILE: t
     for first in range(0, width, TILE):
         columns = first + tl.arange(0, TILE)
         mask = columns < width
-        left = tl.load(hidden + row + columns, mask=mask, other=0.0).to(tl.float32)
-        right = tl.load(update + row + columns, mask=mask, other=0.0).to(tl.float32)
+        left = tl.load(hidden + row + columns, mask=mask).to(tl.float32)
+        right = tl.load(update + row + columns, mask=mask).to(tl.float32)
         kept = (left + right).to(total.dtype.element_ty).to(tl.float32)
-        factor = tl.load(weight + columns, mask=mask, other=0.0).to(tl.float32)
+        factor = tl.load(weight + columns, mask=mask).to(tl.float32)
         tl.store(normed + row + columns, (kept * scale * factor).to(normed.dtype.element_ty), mask=mask)
 
 

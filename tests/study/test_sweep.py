@@ -15,7 +15,8 @@ import pytest
 import kvtwin
 from sim import files
 from sim.study import sweep
-from sim.study.axes import read_study
+from sim.study.axes import Study, read_study
+from sim.study.overview import print_points
 from sim.study.points import Task, code_hash, key_of, perform, setup_of
 from sim.study.tables import half_width
 from sim.systems.layerkv.preset import LayerKV
@@ -411,3 +412,12 @@ def test_a_model_that_is_not_given_is_told_and_what_is_an_axis_is_given(tmp_path
     words = ["sweep", str(tmp_path / "s.toml"), "--out", str(tmp_path / "o"), "--jobs", "1", "--no-figures"]
     assert kvtwin.main(words) == 0
     assert capsys.readouterr().err == "kvtwin: taken, as not given: --model llama-2-7b\n"
+
+
+@pytest.mark.parametrize(("count", "said"), [(24, ""), (25, "and 1 more points in the tables")])
+def test_a_terminal_shows_two_dozen_points_and_says_what_is_left(count, said, capsys):
+    study = Study("s", {}, ("seed",), [], 1, {})
+    print_points(study, pd.DataFrame({"seed": range(100, 100 + count), "mean_ttft_ms": 1.0}))
+    lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
+    assert [line.split()[0] for line in lines if line.startswith("1")] == [str(100 + i) for i in range(24)]
+    assert [line for line in lines if "more points" in line] == ([said] if said else [])
