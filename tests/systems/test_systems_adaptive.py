@@ -103,6 +103,17 @@ def test_nobody_starts_whose_first_token_would_be_late():
     assert outcome.log.good > 140
 
 
+def test_a_long_prompts_attention_over_itself_makes_it_late():
+    """Three of 0.85 s each are in time, the fourth is not: 0.49 s of each grow with its square. The short ones are, in
+    its place."""
+    machine = linear_machine(prefill=(0.005, 0.5e-4, 1e-8))
+    limit = limits(gpu=100_000, host=10_000, max_model_len=16_384, tokens=8000, chunked=True)
+    rows = requests(*((0.01 * i, 7000 if i < 4 else 2000, 5) for i in range(6)))
+    outcome = simulate(Adaptive(predictor="oracle"), rows, limit, machine=machine, goodput=SLO)
+    late = [seq.request.request_id for seq in outcome.ended if seq.first_token_s - seq.request.arrival_s > 3.0]
+    assert late == [3]
+
+
 @pytest.mark.parametrize(
     ("gpu", "traffic_of", "most_before"),
     [
