@@ -27,8 +27,8 @@ from traces.rows import Columns, Reader
 
 T = TypeVar("T")
 
-DETAILED = "run `vllm bench serve` with --save-result --save-detailed"
-NO_TIMES = "this version of vLLM does not save them: take a newer one's `vllm bench serve`"
+DETAILED = "run `vllm bench serve` with --save-result --save-detailed (SGLang's `bench_serving`: --output-details)"
+NO_TIMES = "SGLang and older versions of vLLM do not save them: take a newer `vllm bench serve`"
 ROLE_CHUNK_S = 1e-3
 """A chat's answer begins with a chunk that names the role: the first token comes right behind it."""
 
@@ -68,7 +68,11 @@ def read_bench(path: Path, *, measured: bool = True) -> list[BenchRow]:
         found = _decoded(text)
     except (msgspec.DecodeError, RecursionError) as error:
         several = "trailing characters" in str(error)
-        remedy = "keep one result a file (--append-result adds more)" if several else "give the file as vLLM wrote it"
+        remedy = (
+            "keep one result a file (vLLM's --append-result and SGLang's --output-file add more)"
+            if several
+            else "give the file as vLLM wrote it"
+        )
         raise TraceError(f"{path}: is not the result of a benchmark: {error}; {remedy}") from None
     prompts = _array(path, "input_lens", found.input_lens, None)
     count = len(prompts)

@@ -7,7 +7,7 @@ intervals over these.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from math import ceil
+from math import ceil, log2
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -24,7 +24,7 @@ from sim.study.draws import OF_TRAFFIC, OF_WORKLOADS, Draws, draws
 from sim.study.intervals import apart, of_another_draw
 from sim.study.limits import FP8_KV, SPEED_ERRORS, Gain, bound_by, changes, faster, gains_of
 from sim.study.points import setup_of
-from sim.study.race import LONGER_S, STEP, Bar, Ground, Raced, Work, race
+from sim.study.race import LONGER_S, STEP, Bar, Ground, Raced, Work, race, requests_of
 from sim.study.search import DEFAULT_SLO, PRECISION, Ran, Reached, Slo, answers, check_slos, mean_of, most_load, runs
 from sim.study.sweep import Means, Store
 from sim.systems import DEFAULT_POLICY
@@ -38,6 +38,8 @@ WORTH_TRYING = 0.6
 """Share of the best load below which the best of another family is not tried in full."""
 EXPLAINED_ON = 3
 """Draws at whose begin limits are raised: one alone has too few requests beyond a P99 to tell some percent."""
+GUESSED_RUNS, BESIDE_RUNS = 6.0, 2.5
+"""For the bar: runs that a search takes, about: from a guess of the race, beside what is known."""
 
 
 class Asked(Struct, frozen=True):
@@ -283,9 +285,9 @@ class _Planner:
         self._has: dict[tuple[str, int], list[Deployment]] = {}
 
     def plan(self) -> Planned:
-        long = self.draws.num_requests * self.asked.seeds
-        self.work.expect("what binds", 60.0 * EXPLAINED_ON * self.draws.head(0, LONGER_S, 1.0)["num_prompts"])
-        self.work.expect("every draw", 2 * 5 * 4.0 * long)
+        head = self.draws.head(0, LONGER_S, 1.0)["num_prompts"]
+        self.work.expect("what binds", (GUESSED_RUNS + 10 * BESIDE_RUNS) * EXPLAINED_ON * head)
+        self._expect_draws(FINALISTS)
         can = [gpu for gpu in self.asked.gpus if self._sizes_of(gpu)]
         refuse_idle(one for space in self.spaces.values() for one in space.conditional)
         if not can:
@@ -311,16 +313,17 @@ class _Planner:
 
     def _raced(self, gpu: str, count: int, start: float) -> Size:
         if (gpu, count) not in self.sizes:
-            deployments, stage = self._deployments(gpu, count), f"{count} {gpu}"
-            short = self.draws.head(0, 40.0, start)["num_prompts"]
-            self.work.expect(stage, 2.0 * len(deployments) * short + 100.0 * 4 * short)
+            self.work.expect(stage := f"{count} {gpu}", self._race_requests(gpu, count, start))
             self.work.begin(stage)
-            raced, refused = race(deployments, self.ground, start)
+            raced, refused = race(self._deployments(gpu, count), self.ground, start)
             for reason, names in refused.items():
                 self.refused.setdefault(reason, []).extend(names)
             wanted = None if self.asked.objective == "goodput" else 1.0
             self.sizes[gpu, count] = Size(gpu, count, raced, load_wanted=wanted)
         return self.sizes[gpu, count]
+
+    def _race_requests(self, gpu: str, count: int, start: float) -> float:
+        return requests_of(self._deployments(gpu, count), self.ground, start)
 
     def _full(self, gpu: str, count: int, start: float) -> Size:
         """With its best tried on every draw in full."""
@@ -328,7 +331,7 @@ class _Planner:
         if size.held or not size.raced:
             return size
         first, *others = _finalists(size.raced)
-        self.work.expect("every draw", 4.0 * (1 + len(others)) * self.asked.seeds * self.draws.num_requests)
+        self._expect_draws(1 + len(others))
         self.work.begin("every draw")
         traffics = [self._traffic(number) for number in range(self.asked.seeds)]
         asked = [(first.deployment.options, [(first.load, STEP**0.5)] * len(traffics))]
@@ -341,6 +344,13 @@ class _Planner:
         held.sort(key=lambda one: -one.mean)
         self.sizes[gpu, count] = replace(size, held=held)
         return self.sizes[gpu, count]
+
+    def _expect_draws(self, num_deployments: int) -> None:
+        """So many are tried on every draw; of the fewest GPUs the size below as well, if none was yet."""
+        is_first = not any(size.held for size in self.sizes.values())
+        sizes = 2 if is_first and self.asked.objective != "goodput" else 1
+        each = (GUESSED_RUNS + (num_deployments - 1) * BESIDE_RUNS) * self.asked.seeds * self.draws.num_requests
+        self.work.expect("every draw", sizes * each)
 
     def _searched(
         self, asked: Sequence[tuple[dict[str, Any], Sequence[tuple[float, float]]]], traffics: Sequence[dict[str, Any]]
@@ -367,11 +377,11 @@ class _Planner:
 
     def _most(self, gpu: str, counts: Sequence[int]) -> Size | None:
         """Most load on the largest size; smaller ones are raced too, for the front."""
+        tried = [count for count in counts if not count & (count - 1) or count == counts[-1]]
         load = 1.0
-        for before, count in zip((0, *counts), counts, strict=False):
-            if count & (count - 1) and count != counts[-1]:
-                continue
-            del before
+        for place, count in enumerate(tried):
+            for later in tried[place + 1 :]:
+                self.work.expect(f"{later} {gpu}", self._race_requests(gpu, later, load * later / count))
             size = self._raced(gpu, count, load)
             load = size.load * 2 if size.load else load
         size = self._full(gpu, counts[-1], load / 2)
@@ -402,6 +412,8 @@ class _Planner:
         bad, good, place, load = -1, len(counts), len(counts) // 2, 1.0
         while good - bad > 1:
             place = min(max(place, bad + 1), good - 1)
+            others = max(ceil(log2(good - bad)) - 1, 0)
+            self.work.expect("other sizes", others * self._race_requests(gpu, counts[place], load))
             size = self._raced(gpu, counts[place], load)
             if size.load >= 1.0:
                 good = place
@@ -410,6 +422,7 @@ class _Planner:
             wanted = ceil(counts[place] / size.load) if size.load > 0 else counts[-1]
             load = size.load / counts[place] * min(wanted, counts[-1]) or 1.0
             place = next((at for at, count in enumerate(counts) if count >= wanted), len(counts) - 1)
+        self.work.expect("other sizes", 0.0)
         return good
 
     # -- what it hangs on -------------------------------------------------------------------------------------------

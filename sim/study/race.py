@@ -25,6 +25,8 @@ NEAR = 1
 SECOND, THIRD = 6, 2
 """Most deployments of a family in the second race, and behind it."""
 SECOND_PRECISION = 0.03
+CLIMB_RUNS, BASE_RUNS, SECOND_RUNS = 2.0, 25.0, 24.0
+"""For the bar: runs of a race, about: of the first each deployment and each family, of the second each family."""
 
 
 Bar = Callable[[str, float, float], None]
@@ -88,6 +90,13 @@ class Raced(Struct, frozen=True):
     deployment: Deployment
     load: float
     unknown: str = ""
+
+
+def requests_of(deployments: Sequence[Deployment], ground: Ground, start: float) -> float:
+    """Requests that a race simulates, about."""
+    short, longer = (ground.head(span_s, start)["num_prompts"] for span_s in (SHORT_S, LONGER_S))
+    families = len({one.family for one in deployments})
+    return (CLIMB_RUNS * len(deployments) + BASE_RUNS * families) * short + SECOND_RUNS * families * longer
 
 
 def race(deployments: Sequence[Deployment], ground: Ground, start: float) -> tuple[list[Raced], dict[str, list[str]]]:

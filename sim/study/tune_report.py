@@ -117,9 +117,23 @@ def lines(tuned: Tuned) -> Iterator[str]:
     for other in others[:MOST_BARS]:
         yield f"  {name_of(tuned, other)}: {_reached(tuned, other)}"
     yield from _without_value(tuned)
+    yield from _by_default(tuned)
     yield from gain_lines(tuned.gains, tuned.binds, "goodput" if tuned.goal == "goodput" else "load")
     yield f"How sure: {_over_draws(tuned, best)}."
     yield _by_speed(tuned, best)
+
+
+def _by_default(tuned: Tuned) -> Iterator[str]:
+    """That pools against like engines hangs on the token budget, where nobody named one."""
+    named = {*tuned.study.fixed, *(name for candidate in tuned.candidates for name in candidate.point)}
+    runs = [c.ran for c in tuned.candidates if c.ran is not None and c.ran.result is not None]
+    if "max_num_batched_tokens" not in named and len({"prefill_replicas" in ran.options for ran in runs}) > 1:
+        budgets = {ran.result["scenario"]["max_num_batched_tokens"] for ran in runs if ran.result} - {None}
+        values = " or ".join(f"{budget:,}" for budget in sorted(budgets))
+        yield (
+            f"Not searched: max-num-batched-tokens ({values} by default). Pools against like engines hangs on it: "
+            "give an axis of it, or ask kvtwin plan, which searches it."
+        )
 
 
 def _without_value(tuned: Tuned) -> Iterator[str]:

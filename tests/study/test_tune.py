@@ -280,6 +280,9 @@ def test_the_fewest_gpus_of_two_pools_are_those_that_a_scan_finds(tmp_path):
     assert pools.value == rows.loc[rows["p99_ttft_ms"] <= 2000, "num_gpus"].min() > 2
     assert f"{pools.ran.options['prefill_replicas']} prefill and" in found.text
     assert "replicas" in together.ran.options or together.value == 1
+    assert "Not searched: max-num-batched-tokens" in found.text, (
+        "a budget nobody named turns pools against like engines"
+    )
 
 
 def test_the_most_goodput_at_the_load_as_it_is(tmp_path):

@@ -116,7 +116,7 @@ def test_what_a_result_lacks_may_come_from_the_trace_that_was_sent(tmp_path):
         (RESULT | {"itls": [[0.5, -0.125], [], [], [0.5]]}, ["request 0", "first token 0.25 s and last token 0.625"]),
         (RESULT | {"input_lens": "many"}, ["input_lens", "Expected `array"]),
         (RESULT | {"output_lens": [0, 0, 0, 0]}, ["no request that did not fail"]),
-        (json.dumps(RESULT) + "\n" + json.dumps(RESULT), ["--append-result"]),
+        (json.dumps(RESULT) + "\n" + json.dumps(RESULT), ["--append-result", "SGLang"]),
         ("{", ["not the result of a benchmark"]),
     ],
 )
