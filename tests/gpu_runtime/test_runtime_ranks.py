@@ -153,8 +153,11 @@ def test_an_interrupt_ends_all_ranks_and_keeps_what_is_finished(scenario, group)
     with group.together():
         decoder = load_decoder(scenario.model, scenario.dtype, LiveOptions("cpu"), group)
     slow, timer = replace(scenario, request_rate=2.0), Timer(1.5, interrupt_main)
+    # Processes that a shell runs in the background ignore interrupts.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     timer.start()
     _, run = serve(slow, decoder, "vllm-v1")
+    signal.signal(signal.SIGINT, before)
     assert run.interrupted and run.engines[0].log.completed < 10
     assert not group._processes[0].is_alive()
 
