@@ -33,7 +33,8 @@ def planted(monkeypatch, capacity):
     def place_of(options, point):
         return Place({}, 0, options, Outcome(f"{abs(hash(json.dumps(options, sort_keys=True)))}"), 1)
 
-    def perform(planned, store, *_):
+    def perform(planned, store, means, begin=None, *_):
+        ended = begin(len(planned)) if begin is not None else lambda _: None
         for place in planned:
             if store.get(place.outcome.key) is not None:
                 continue
@@ -43,6 +44,7 @@ def planted(monkeypatch, capacity):
             result |= {"mean_e2el_ms": 1.0, "mean_ttft_ms": capacity(options), "profile": {}}
             result |= dict.fromkeys(("mean_tpot_ms", "p99_tpot_ms", "duration"), 1.0)
             store.put(Outcome(place.outcome.key, result))
+            ended(place)
 
     monkeypatch.setattr(search, "place_of", place_of)
     monkeypatch.setattr(search, "perform_missing", perform)
@@ -104,6 +106,17 @@ def test_the_fewest_gpus_are_found_whatever_the_next_ones_do(monkeypatch, tmp_pa
     assert told[0].startswith("2 h100 (2): 1 prefill engine of 1 GPU and 1 decode engine of 1 GPU, with p99_ttft_ms")
     assert "Like engines instead: 0.59 times the traffic (1 engine of 2 GPUs)." in told
     assert [row["num_gpus"] for row in front(found) if row["pareto"]] == sorted({s.num_gpus for s in found.sizes})
+
+
+@pytest.mark.parametrize("objective", ["gpus", "goodput"])
+def test_the_bar_knows_how_much_is_to_do(objective, monkeypatch, tmp_path):
+    """So that the time left is true: to a factor of two from the beginning, whichever the objective."""
+    planted(monkeypatch, lambda options: 1.5 * engines(options))
+    heard = []
+    asked = read_plan({**ASKED, "max_gpus": 4, "objective": objective})
+    plan(asked, tmp_path, Means(), lambda stage, done, total: heard.append((done, total)))
+    took, _ = heard[-1]
+    assert took > 0 and all(took / 2 < total < 2 * took for _, total in heard)
 
 
 def test_what_makes_no_difference_is_not_changed(monkeypatch, tmp_path):
