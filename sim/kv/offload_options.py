@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from math import inf
 from typing import Literal
 
-from sim.kv.tiers.disk import Drive
+from sim.kv.tiers.drive import Drive
 from sim.parts.options import MOST_GIB, CheckedOptions, Only, option, vllm_option
 
 GIB = 1 << 30

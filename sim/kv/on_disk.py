@@ -20,7 +20,8 @@ from sim.errors import UserError
 from sim.kv.memory import ALL_LAYERS
 from sim.kv.tiered import TieredMemory
 from sim.kv.tiered_options import TieredOptions
-from sim.kv.tiers.disk import Disk
+from sim.kv.tiers.drive import Drive
+from sim.kv.tiers.host_cache import HostCache
 from sim.kv.tiers.replacement import Access
 from sim.kv.tiers.worth import Worth
 
@@ -35,23 +36,36 @@ class DiskTieredMemory(TieredMemory):
     @classmethod
     def build(cls, b: "Builder") -> Self:
         options = b.options(TieredOptions)
-        disk = Disk(
-            options.num_disk_blocks(b.block_bytes),
+        drive = Drive(
             b.block_bytes,
             read_bytes_per_s=options.disk_read_gb_per_s * 1e9,
             write_bytes_per_s=options.disk_write_gb_per_s * 1e9,
             latency_s=options.disk_latency_us / 1e6,
             s_per_block=options.disk_block_us / 1e6,
         )
-        return cls(b.limits, Worth.of(b), disk, look_ahead=options.look_ahead, in_flight_hits=b.policy.is_unified)
+        return cls(
+            b.limits,
+            Worth.of(b),
+            drive,
+            options.num_disk_blocks(b.block_bytes),
+            look_ahead=options.look_ahead,
+            in_flight_hits=b.policy.is_unified,
+        )
 
     def __init__(
-        self, limits: Limits, worth: Worth, disk: Disk, *, look_ahead: bool = True, in_flight_hits: bool = False
+        self,
+        limits: Limits,
+        worth: Worth,
+        drive: Drive,
+        num_blocks: int,
+        *,
+        look_ahead: bool = True,
+        in_flight_hits: bool = False,
     ) -> None:
-        """`look_ahead`: whether there are windows; the others as for `TieredMemory`."""
+        """A disk with room for `num_blocks`; `look_ahead`: whether there are windows; others as for `TieredMemory`."""
         super().__init__(limits, worth, in_flight_hits=in_flight_hits)
-        self.disk, self.look_ahead = disk, look_ahead
-        self.disk_tier = TierCounters(num_blocks=disk.cache.num_chunks)
+        self.drive, self.disk_cache, self.look_ahead = drive, HostCache(num_blocks), look_ahead
+        self.disk_tier = TierCounters(num_blocks=num_blocks)
         self._writes: dict[Move, list[int]] = {}
         self._reads: dict[Move, list[int]] = {}
         # Key -> the read that brings it, and how many prompts wait for it.
@@ -77,11 +91,11 @@ class DiskTieredMemory(TieredMemory):
 
     @property
     def versions(self) -> tuple[int, ...]:
-        return (*super().versions, self.disk.cache.version, len(self._reads))
+        return (*super().versions, self.disk_cache.version, len(self._reads))
 
     def _keys_in_use(self) -> Iterator[int]:
         yield from super()._keys_in_use()
-        yield from self.disk.cache.keys()
+        yield from self.disk_cache.keys()
 
     # -- loads -------------------------------------------------------------------------------------------------------
 
@@ -111,7 +125,7 @@ class DiskTieredMemory(TieredMemory):
         return room - 1 if self._on_disk(key) else 0
 
     def _on_disk(self, key: int) -> bool:
-        chunk = self.disk.cache.get(key)
+        chunk = self.disk_cache.get(key)
         return chunk is not None and chunk.num_copies >= 0
 
     def _saved_s(self, seq: Sequence, places: range) -> float:
@@ -119,7 +133,7 @@ class DiskTieredMemory(TieredMemory):
         read = [key for key in keys[places.start : places.stop] if self.cache.get(key) is None]
         waits = read or any(key in self._coming for key in keys[places.start : places.stop])
         wait_s = sum([move.num_blocks * (move.s_per_block or 0.0) for move in self._reads]) if waits else 0.0
-        return super()._saved_s(seq, places) - wait_s - (self.disk.read_s(len(read)) if read else 0.0)
+        return super()._saved_s(seq, places) - wait_s - (self.drive.read_s(len(read)) if read else 0.0)
 
     def _begin_load(self, seq: Sequence, access: Access, places: range) -> None:
         """Some of the blocks may be on their way to the host, or have to be read before the computation begins."""
@@ -150,8 +164,8 @@ class DiskTieredMemory(TieredMemory):
             return None
         keys = [access.keys[place] for place in taken]
         self.tier.evicted_blocks = self.cache.num_evicted
-        self.disk.cache.pin(keys)
-        move = self._copy(seq, taken, Tier.DISK, Tier.HOST, self.disk.read_s(len(taken)))
+        self.disk_cache.pin(keys)
+        move = self._copy(seq, taken, Tier.DISK, Tier.HOST, self.drive.read_s(len(taken)))
         self._reads[move] = keys
         self._coming.update(dict.fromkeys(keys, move))
         return move
@@ -184,7 +198,7 @@ class DiskTieredMemory(TieredMemory):
 
     def _look_ahead(self) -> None:
         """Note which requests wait within the eviction window."""
-        window = self._within(self.cache.num_chunks + self.disk.cache.num_chunks)
+        window = self._within(self.cache.num_chunks + self.disk_cache.num_chunks)
         if window != self._window:
             self._window, self._places = window, None
             named = ((place, seq) for place, seq in enumerate(window) if seq.request.hash_ids)
@@ -201,7 +215,7 @@ class DiskTieredMemory(TieredMemory):
     def _prefetch(self) -> None:
         """Fetch what those within the prefetch window will load, as long as that takes nothing from those before."""
         self._look_ahead()
-        now = self._window, self.cache.version, self.disk.cache.version
+        now = self._window, self.cache.version, self.disk_cache.version
         if now[0] is self._looked_ahead[0] and now[1:] == self._looked_ahead[1:]:
             return
         self._looked_ahead = now
@@ -236,11 +250,11 @@ class DiskTieredMemory(TieredMemory):
     def transfer_done(self, move: Move) -> None:
         if move.target is Tier.DISK:
             keys = self._writes.pop(move)
-            self.disk.cache.written(keys)
+            self.disk_cache.written(keys)
             self.cache.done_reading(keys)
         elif move.source is Tier.DISK:
             keys = self._reads.pop(move)
-            self.disk.cache.done_reading(keys)
+            self.disk_cache.done_reading(keys)
             self.cache.written(keys)
             for key in keys:
                 del self._coming[key]
@@ -257,11 +271,11 @@ class DiskTieredMemory(TieredMemory):
         hosted = ((place, self.cache.get(key)) for place, key in enumerate(keys))
         ready = [place for place, chunk in hosted if chunk is not None and chunk.num_copies >= 0]
         self._look_ahead()
-        taken = self.disk.cache.offer(access, ready, self._wanted)
-        self.disk.cache.finish(access)
-        self.disk_tier.evicted_blocks = self.disk.cache.num_evicted
+        taken = self.disk_cache.offer(access, ready, self._wanted)
+        self.disk_cache.finish(access)
+        self.disk_tier.evicted_blocks = self.disk_cache.num_evicted
         if taken:
             written = [keys[place] for place in taken]
             self.cache.pin(written)
-            self._writes[self._copy(seq, taken, Tier.HOST, Tier.DISK, self.disk.write_s(len(taken)))] = written
+            self._writes[self._copy(seq, taken, Tier.HOST, Tier.DISK, self.drive.write_s(len(taken)))] = written
             self.disk_tier.stored_blocks += len(taken)

@@ -16,7 +16,7 @@ from sim.engine.decisions import DecisionLog
 from sim.engine.limits import Limits, StateLimits, WindowLimits
 from sim.kv.memory import Memory
 from sim.kv.tiers.connector import OffloadingConnector
-from sim.kv.tiers.disk import Drive
+from sim.kv.tiers.drive import Drive
 from sim.parts.batching.unified import Unified
 from sim.systems.vllm_v1 import VllmV1
 from traces.readers import open_trace

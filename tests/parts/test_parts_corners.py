@@ -56,7 +56,7 @@ def caches_of(memory: Memory) -> list[HostCache]:
         case OffloadingMemory() | OffloadingPaged():
             return [memory.connector.cache]
         case DiskTieredMemory():
-            return [memory.cache, memory.disk.cache]
+            return [memory.cache, memory.disk_cache]
         case TieredMemory():
             return [memory.cache]
         case _:

@@ -15,7 +15,7 @@ from sim.engine.sequence import Sequence
 from sim.errors import UserError
 from sim.kv.memory import ALL_LAYERS, Memory
 from sim.kv.tiers.connector import OffloadingConnector
-from sim.kv.tiers.disk import Drive
+from sim.kv.tiers.drive import Drive
 from sim.kv.tiers.host_cache import HostCache
 from sim.kv.tiers.jobs import Job, Offloaded, ranges_of
 from sim.kv.tiers.storage import Lookups, Storage

@@ -1,6 +1,4 @@
-"""`Drive`: what copies between it and the host take; `Disk`: a drive, and the blocks of KV that it keeps."""
-
-from sim.kv.tiers.host_cache import HostCache
+"""`Drive`: what copies between a disk, or files, and the host take."""
 
 
 class Drive:
@@ -33,11 +31,3 @@ class Drive:
     def write_s(self, num_blocks: int) -> float:
         """The same from the host."""
         return self._latency_s + num_blocks * self._write_s
-
-
-class Disk(Drive):
-    """A drive that keeps `num_blocks` blocks; the other arguments as for `Drive`."""
-
-    def __init__(self, num_blocks: int, block_bytes: float, **prices: float) -> None:
-        super().__init__(block_bytes, **prices)
-        self.cache = HostCache(num_blocks)
