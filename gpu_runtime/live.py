@@ -111,9 +111,9 @@ def load_decoder(model: str, dtype: str, options: LiveOptions, group: Group | No
     check_backend(options.attention_backend, options.device, DTYPES[dtype], config)
     if config.experts is not None and options.device != "cpu":
         raise UserError(f"{config.name}: experts are computed with --device cpu alone yet: use a dense model")
-    check_weights(config if group is None else config.part(group.size), DTYPES[dtype], options.device)
+    part = config if group is None else config.part(group.size)
+    check_weights(part, DTYPES[dtype], options.device)
     if config.fp8:
-        part = config if group is None else config.part(group.size)
         widths = {"hidden": part.hidden_size, "of a rank's queries": part.q_size, "MLP columns": part.intermediate_size}
         check_fp8(config.name, widths, torch.device(options.device))
     if options.device == "cuda":
