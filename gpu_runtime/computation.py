@@ -13,6 +13,7 @@ from gpu_runtime.layers.layer_pass import LayerPass
 from gpu_runtime.layers.pass_members import BlockTables
 from gpu_runtime.measured.executed import Executed, Moved
 from gpu_runtime.model.decode_graph import Capture, DecodeGraph
+from gpu_runtime.model.decoder import Scores
 from gpu_runtime.tokens.token_ids import TokenIds
 from gpu_runtime.tokens.tokens_in_flight import TokensInFlight
 from sim.engine.changes import Direction
@@ -21,14 +22,14 @@ from sim.engine.sequence import Sequence
 
 Decode = tuple[Sequence, int]
 """A sequence that computes one token, and its tokens with that one."""
-Choose = Callable[[Tensor, abc.Sequence[Sequence], abc.Sequence[int]], Tensor]
-"""The next tokens [n] by their logits [n, V], sequences and positions."""
+Choose = Callable[[Scores, abc.Sequence[Sequence], abc.Sequence[int]], Tensor]
+"""The next tokens [n] by their scores, sequences and positions."""
 
 
 class Computation:
     """Computes on the blocks of `memory`; copies that outlive an iteration go to `transfers`.
 
-    `choose` makes tokens [n] of logits [n, V], told whose they are and where in their sequences. `in_flight` hears
+    `choose` makes tokens [n] of scores of n rows, told whose they are and where in their sequences. `in_flight` hears
     whose tokens are chosen, and which; it knows those that the iteration before chooses.
     """
 
@@ -83,6 +84,7 @@ class Computation:
             finish(self._memory.device)
             if self._memory.device.type == "cuda":
                 torch.cuda.empty_cache()
+            self._in_flight.keep()
             try:
                 self._compute(plan, chunks, few)
             except torch.OutOfMemoryError as error:
@@ -117,8 +119,8 @@ class Computation:
         for seq, first, end in spans[len(chunks) :]:
             work.add_decode(seq, end, self._tokens.of(seq), end - first)
         try:
-            logits = work.run(self._memory.decoder, self._memory.gpu, self.tables, self._graph)
-            chosen = self._choose(logits, work.sampled, work.sampled_positions)
+            scores = work.run(self._memory.decoder, self._memory.gpu, self.tables, self._graph)
+            chosen = self._choose(scores, work.sampled, work.sampled_positions)
         except torch.OutOfMemoryError:
             work.abandon()
             self._note_loads(work)

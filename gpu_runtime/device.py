@@ -21,7 +21,7 @@ from gpu_runtime.kv.transfers import Transfers
 from gpu_runtime.layers.warm_up import run_copies, run_kernels, run_sampling
 from gpu_runtime.measured.executed import Executed
 from gpu_runtime.model.decode_graph import Capture
-from gpu_runtime.model.decoder import greedy
+from gpu_runtime.model.decoder import Scores
 from gpu_runtime.model.sampling import Sampling, choose
 from gpu_runtime.tokens.block_hashes import BlockHashes
 from gpu_runtime.tokens.token_ids import TokenIds
@@ -220,10 +220,10 @@ class TorchDevice:
     def named_blocks(self) -> list[tuple[Sequence, tuple[int, ...]]]:
         return self.tokens.named_blocks()
 
-    def _choose(self, logits: Tensor, seqs: Seq[Sequence], positions: Seq[int]) -> Tensor:
-        if self.sampling_of is None or not seqs:
-            return greedy(logits)
-        return choose(logits, [self.sampling_of(seq.request) for seq in seqs], positions)
+    def _choose(self, scores: Scores, seqs: Seq[Sequence], positions: Seq[int]) -> Tensor:
+        if self.sampling_of is None:
+            return scores.likeliest
+        return choose(scores, [self.sampling_of(seq.request) for seq in seqs], positions)
 
     def forget(self, seq: Sequence) -> None:
         self.tokens.forget(seq)

@@ -22,7 +22,7 @@ from gpu_runtime.layers.layer_pass import LayerPass
 from gpu_runtime.layers.pass_members import BlockTables, Member
 from gpu_runtime.model.attention_batch import AttentionBatch
 from gpu_runtime.model.decode_graph import DecodeGraph
-from gpu_runtime.model.decoder import Decoder
+from gpu_runtime.model.decoder import Decoder, Scores
 from sim.engine.changes import Projected
 from sim.engine.plan import IterationPlan
 from sim.engine.sequence import Sequence
@@ -86,15 +86,15 @@ class ProjectingPass(LayerPass):
         self._handles: list[CopyHandle] = []
         self._batch: AttentionBatch | None = None
 
-    def run(self, decoder: Decoder, pool: KVPool, tables: BlockTables, graph: DecodeGraph | None) -> Tensor:
+    def run(self, decoder: Decoder, pool: KVPool, tables: BlockTables, graph: DecodeGraph | None) -> Scores:
         self._decoder, self._pool = decoder, pool
         self._projecting = [member for member in self._moving if self._blocks_of.get(member.seq)]
         if self._projecting:
             self._batch = self._batch_of(pool)
-        logits = super().run(decoder, pool, tables, graph)
+        scores = super().run(decoder, pool, tables, graph)
         for member in self._moving:
             self._copies.wait(member.seq, self._handles)
-        return logits
+        return scores
 
     def _batch_of(self, pool: KVPool) -> AttentionBatch:
         """The tokens that are projected, in the slots of each layer."""

@@ -21,7 +21,7 @@ from gpu_runtime.kv.token_rows import token_places
 from gpu_runtime.layers.pass_members import BlockTables, Member
 from gpu_runtime.model.attention_batch import AttentionBatch
 from gpu_runtime.model.decode_graph import DecodeGraph
-from gpu_runtime.model.decoder import Decoder
+from gpu_runtime.model.decoder import Decoder, Scores, scored
 from gpu_runtime.tokens.tokens_in_flight import LateTokens
 from sim.engine.changes import Direction
 from sim.engine.layers import SEND_BUFFER_LAYERS
@@ -110,8 +110,8 @@ class LayerPass:
         if member.slots:
             self._moving.append(member)
 
-    def run(self, decoder: Decoder, pool: KVPool, tables: BlockTables, graph: DecodeGraph | None) -> Tensor:
-        """Compute the layers, in `graph` if it can; the logits [rows, V] of the next tokens of `sampled`."""
+    def run(self, decoder: Decoder, pool: KVPool, tables: BlockTables, graph: DecodeGraph | None) -> Scores:
+        """Compute the layers, in `graph` if it can; the scores of the next tokens of `sampled`, a row each."""
         self._start()
         # Between the layers of a single graph nothing may happen.
         if graph is not None and self._only_decodes and (graph.by_layer or not self._moving):
@@ -128,7 +128,7 @@ class LayerPass:
         token_ids = to_device(self._token_ids, device)
         if self.late is not None:
             self.late.fill(token_ids)
-        return decoder.forward(
+        logits = decoder.forward(
             token_ids,
             batch,
             pool,
@@ -136,6 +136,7 @@ class LayerPass:
             before_layer=self._before_layer,
             after_layer=lambda layer, entered: self._computed(layer, entered, batch, pool),
         )
+        return scored(logits)
 
     def _computed(self, layer: int, entered: Tensor, batch: AttentionBatch, pool: KVPool) -> None:
         """A layer, whose input [N, h] was `entered`, has been queued."""

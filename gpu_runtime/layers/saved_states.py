@@ -24,7 +24,7 @@ from gpu_runtime.layers.pass_members import BlockTables, Member
 from gpu_runtime.measured.executed import Moved
 from gpu_runtime.model.attention_batch import AttentionBatch
 from gpu_runtime.model.decode_graph import DecodeGraph
-from gpu_runtime.model.decoder import Decoder
+from gpu_runtime.model.decoder import Decoder, Scores
 from sim.engine.changes import Restore
 from sim.errors import InvariantError
 from sim.systems.hcache.saved_states import SavedStates, TieredStates
@@ -209,10 +209,10 @@ class SavingPass(LayerPass):
         self._places = np.empty(0, dtype=np.int64)
         self._handles: list[CopyHandle] = []
 
-    def run(self, decoder: Decoder, pool: KVPool, tables: BlockTables, graph: DecodeGraph | None) -> Tensor:
+    def run(self, decoder: Decoder, pool: KVPool, tables: BlockTables, graph: DecodeGraph | None) -> Scores:
         saved = self._states.placement.states_of(member.span for member in self.members)
         self._rows, self._places = self._new_tokens(lambda member: saved.get(member.seq))
-        chosen = super().run(decoder, pool, tables, graph)
+        scores = super().run(decoder, pool, tables, graph)
         members = [member for member in self.members if member.seq in saved]
         self._states.await_saved(members, self._handles)
         for member in members:
@@ -220,7 +220,7 @@ class SavingPass(LayerPass):
                 # Plans count whole blocks of KV's size, and single tokens not at all.
                 member.num_sent = ceil(self._placement.blocks_for(member.num_new) * self._states.share)
                 member.leaving = dict.fromkeys(WHOLE, AWAITED)
-        return chosen
+        return scores
 
     def _computed(self, layer: int, entered: Tensor, batch: AttentionBatch, pool: KVPool) -> None:
         super()._computed(layer, entered, batch, pool)

@@ -20,7 +20,7 @@ from gpu_runtime.layers.layer_pass import LayerPass
 from gpu_runtime.layers.pass_members import BlockTables, Member
 from gpu_runtime.model.attention_batch import AttentionBatch
 from gpu_runtime.model.decode_graph import DecodeGraph
-from gpu_runtime.model.decoder import Decoder
+from gpu_runtime.model.decoder import Decoder, Scores
 from sim.engine.changes import Direction, Rebuilt
 from sim.engine.plan import IterationPlan
 from sim.engine.sequence import Sequence
@@ -89,7 +89,7 @@ class RebuildingPass(LayerPass):
         super().add_decode(seq, num_tokens, tokens, num_new)
         self._ids[seq] = tokens
 
-    def run(self, decoder: Decoder, pool: KVPool, tables: BlockTables, graph: DecodeGraph | None) -> Tensor:
+    def run(self, decoder: Decoder, pool: KVPool, tables: BlockTables, graph: DecodeGraph | None) -> Scores:
         self._decoder, self._pool = decoder, pool
         for member in self.members:
             if member.cached and member.seq in self._tokens:

@@ -8,7 +8,7 @@ import torch
 from gpu_runtime.kv.copy_engine import CopyEngine
 from gpu_runtime.kv.pool import KVPool
 from gpu_runtime.model.attention_batch import AttentionBatch
-from gpu_runtime.model.decoder import Decoder, greedy
+from gpu_runtime.model.decoder import Decoder, scored
 from gpu_runtime.model.sampling import Sampling, choose
 from sim.cost.model import BATCHED_COPIES
 from sim.engine.changes import Direction
@@ -25,7 +25,7 @@ def run_kernels(decoder: Decoder, pool: KVPool, limits: Limits) -> None:
         batch = AttentionBatch.build(new, cached, tables, pool.block_tokens, pool.device)
         tokens = torch.zeros(sum(new), dtype=torch.int64, device=pool.device)
         try:
-            greedy(decoder.forward(tokens, batch, pool)).tolist()
+            scored(decoder.forward(tokens, batch, pool)).likeliest.tolist()
         except torch.OutOfMemoryError:
             # Served, it would be computed part by part.
             torch.cuda.empty_cache()
@@ -37,7 +37,7 @@ def run_sampling(decoder: Decoder, limits: Limits) -> None:
     logits = torch.zeros(seats, decoder.config.vocab_size, dtype=decoder.dtype, device=decoder.device)
     for sampling in (Sampling(seed=0), Sampling(top_p=0.5, top_k=2, min_p=0.1, seed=0)):
         for rows in {1, seats}:
-            choose(logits[:rows], [sampling] * rows, range(rows)).tolist()
+            choose(scored(logits[:rows]), [sampling] * rows, range(rows)).tolist()
 
 
 def batches(decoder: Decoder, limits: Limits) -> Iterator[tuple[list[int], list[int]]]:

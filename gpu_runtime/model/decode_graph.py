@@ -12,7 +12,7 @@ from torch import Tensor
 from gpu_runtime.device_stream import to_device
 from gpu_runtime.kv.pool import KVPool
 from gpu_runtime.model.attention_batch import NOWHERE, AttentionBatch
-from gpu_runtime.model.decoder import Decoder
+from gpu_runtime.model.decoder import Decoder, Scores, greedy
 from gpu_runtime.model.kernels import PlanDecodes
 from gpu_runtime.tokens.tokens_in_flight import LateTokens
 
@@ -160,6 +160,7 @@ class DecodeGraph:
         self._none = torch.zeros(0, dtype=torch.int32, device=pool.device)
         # One for all sizes: logits that each graph kept for itself would take a gigabyte of a large vocabulary.
         self._logits = torch.empty(largest, config.vocab_size, dtype=decoder.dtype, device=pool.device)
+        self._likeliest = torch.zeros(largest, dtype=torch.int64, device=pool.device)
         self._hidden = torch.zeros(largest, config.hidden_size, dtype=decoder.dtype, device=pool.device)
 
         self._plans: dict[int, PlanDecodes | None] = {}
@@ -202,9 +203,13 @@ class DecodeGraph:
         """What is captured for a batch: all of it, or embedding, layers and head apart."""
         size = len(batch.num_new)
         tokens = Metadata(self._buffer, size, self._pool.num_groups).tokens
-        decoder, pool, logits, hidden = self._decoder, self._pool, self._logits[:size], self._hidden[:size]
+        decoder, pool, hidden = self._decoder, self._pool, self._hidden[:size]
+
+        def keep(logits: Tensor) -> None:
+            self._likeliest[:size].copy_(greedy(self._logits[:size].copy_(logits)))
+
         if not self.by_layer:
-            return [lambda: logits.copy_(decoder.forward(tokens, batch, pool))]
+            return [lambda: keep(decoder.forward(tokens, batch, pool))]
 
         def compute(index: int) -> None:
             hidden.copy_(decoder.layers[index].forward(hidden, batch, pool, index))
@@ -213,7 +218,7 @@ class DecodeGraph:
         return [
             lambda: hidden.copy_(decoder.embed(tokens)),
             *layers,
-            lambda: logits.copy_(decoder.logits(hidden)),
+            lambda: keep(decoder.logits(hidden)),
         ]
 
     def fits(self, num_seqs: int, longest: int) -> bool:
@@ -230,8 +235,8 @@ class DecodeGraph:
         late: LateTokens | None = None,
         before_layer: Between | None = None,
         after_layer: Between | None = None,
-    ) -> Tensor:
-        """Logits [B, V] of a batch of decodes: a view that the next run overwrites.
+    ) -> Scores:
+        """Logits [B, V] and likeliest tokens [B] of a batch of decodes: views that the next run overwrites.
 
         Args:
             tokens: [B] the last token of each sequence.
@@ -269,7 +274,7 @@ class DecodeGraph:
             replay()
             if is_layer and after_layer is not None:
                 after_layer(place)
-        return self._logits[:count]
+        return Scores(self._logits[:count], self._likeliest[:count])
 
     def size_of(self, num_seqs: int) -> int:
         """The captured size that so many decodes are padded to."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 import torch
@@ -218,6 +219,20 @@ class Decoder:
     def _logits(self, normed: Tensor) -> Tensor:
         logits = linear(normed, self.ends.head)
         return logits if self.group is None else self.group.gather(logits)[:, : self.config.vocab_size]
+
+
+class Scores(NamedTuple):
+    """What a model says of tokens that come next. Those of a captured graph are views that its next run overwrites."""
+
+    logits: Tensor
+    """[rows, V]."""
+    likeliest: Tensor
+    """[rows], int64."""
+
+
+def scored(logits: Tensor) -> Scores:
+    """Logits [rows, V] with the likeliest token of each row."""
+    return Scores(logits, greedy(logits))
 
 
 def greedy(logits: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from gpu_runtime.device_stream import to_device
-from gpu_runtime.model.decoder import greedy
+from gpu_runtime.model.decoder import Scores
 from gpu_runtime.tokens.splitmix import BITS, GAMMA, mix
 
 GREEDY_BELOW, LEAST_TEMPERATURE = 1e-5, 1e-2
@@ -50,15 +50,16 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
 GREEDY = Sampling(temperature=0.0)
 
 
-def choose(logits: Tensor, samplings: Sequence[Sampling], positions: Sequence[int]) -> Tensor:
-    """The next token of each row, [rows] of logits [rows, V].
+def choose(scores: Scores, samplings: Sequence[Sampling], positions: Sequence[int]) -> Tensor:
+    """The next token of each row, [rows]: `scores.likeliest`, where what is drawn replaces it. Logits of rows that draw
+    nothing are not read.
 
     Args:
-        logits: of the tokens that come next.
+        scores: of the tokens that come next.
         samplings: of each row; those that draw have a seed.
         positions: of those tokens in their sequences, whose lengths these are until then.
     """
-    chosen = greedy(logits)
+    logits, chosen = scores
     drawn = [row for row, sampling in enumerate(samplings) if not sampling.is_greedy]
     size = max(1, WORK_BYTES // (BYTES_PER_LOGIT * logits.shape[1]))
     for start in range(0, len(drawn), size):

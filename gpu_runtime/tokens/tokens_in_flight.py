@@ -84,6 +84,16 @@ class TokensInFlight:
             self._current.seqs += seqs
             self._current.parts.append(chosen)
 
+    def keep(self) -> None:
+        """The iteration goes on part by part, and graphs may overwrite what they have chosen: set it apart.
+
+        All that was launched has ended.
+        """
+        if self._current.parts:
+            self._current.parts = [torch.cat(self._current.parts)]
+        if self._flying and (read := self._flying[-1].read) is not None:
+            self._flying[-1].chosen = read.to(self._device, copy=True)
+
     def give_up(self, seqs: Sequence[Seq]) -> None:
         """It could not compute these, whose tokens are fillers."""
         self._current.failed += seqs
@@ -92,11 +102,11 @@ class TokensInFlight:
         """All of it has been queued: what it chooses is on its way to the host."""
         flight = self._current
         if flight.parts:
+            # Of a graph a view, which its next run overwrites, but for those that read it before.
             flight.chosen = chosen = flight.parts[0] if len(flight.parts) == 1 else torch.cat(flight.parts)
-            flight.read = chosen
-            if self._device.type == "cuda":
-                flight.read = torch.empty(chosen.shape, dtype=chosen.dtype, pin_memory=True)
-                flight.read.copy_(chosen, non_blocking=True)
+            pin = self._device.type == "cuda"
+            flight.read = torch.empty(chosen.shape, dtype=chosen.dtype, pin_memory=pin)
+            flight.read.copy_(chosen, non_blocking=pin)
         flight.ended = mark(self._device)
         self._flying.append(flight)
 

@@ -79,7 +79,9 @@ def test_graphs_give_the_logits_of_eager_decodes(on_cpu, dtype, by_layer):
         batch = AttentionBatch.build([1] * len(new), context, tables, runner.pool.block_tokens, "cuda")
         ids = torch.tensor(decodes[0], device="cuda")
         free = runner.pool.data.clone()
-        logits = graph.run(*decodes).clone()
+        logits, likeliest = graph.run(*decodes)
+        assert likeliest.equal(logits.argmax(dim=-1))
+        logits = logits.clone()
         written = runner.pool.data.clone()
         runner.pool.data.copy_(free)
         expected = decoder.forward(ids, batch, runner.pool)
@@ -115,7 +117,7 @@ def test_flashinfer_gives_the_logits_of_our_kernels(dtype, kv_dtype):
             torch.testing.assert_close(logits[seq], expected[seq], atol=TOLERANCE[dtype], rtol=0)
     for new in ({0: [1], 1: [2], 2: [3]}, {1: [9]}, {2: [4], 0: [8]}):
         expected, logits = (
-            graph.run(*runner.decodes(new)) for graph, runner in zip(graphs, (ours, theirs), strict=True)
+            graph.run(*runner.decodes(new)).logits for graph, runner in zip(graphs, (ours, theirs), strict=True)
         )
         torch.testing.assert_close(logits, expected, atol=TOLERANCE[dtype], rtol=0)
 

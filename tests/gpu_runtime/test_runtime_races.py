@@ -19,7 +19,7 @@ from pretended_streams import Event, Stream
 from pretended_tensors import OnDevice
 from runtime_variants import STREAM, policy_of
 
-from gpu_runtime import device
+from gpu_runtime.device import TorchDevice
 from gpu_runtime.kv import batched_copies, copy_engine
 from gpu_runtime.kv.copies import KVCopies
 from gpu_runtime.kv.copy_worker import CopyHandle
@@ -212,17 +212,22 @@ def test_each_wait_that_is_left_out_is_noticed(function, monkeypatch):
         assert machine.order.found
 
 
-def test_a_graph_s_buffer_is_not_written_while_it_is_sent(monkeypatch):
-    """Where memory runs out after a graph was launched, its part is launched again at once."""
-    run, left = device.greedy, [1, 1, 1]
+@pytest.mark.parametrize("work", ["vllm", "ahead"])
+def test_a_graph_that_is_launched_twice_in_an_iteration_spoils_nothing(monkeypatch, work):
+    """Where memory runs out behind a graph its parts are launched at once: neither what is sent to it may be written
+    meanwhile, nor may what it chose before be lost."""
+    choose, failed = TorchDevice._choose, []
 
-    def once(logits):
-        if left and left.pop():
+    def of_few(self, scores, seqs, positions):
+        if len(seqs) > 2:
+            failed.append(len(seqs))
             raise torch.OutOfMemoryError("tried to allocate too much")
-        return run(logits)
+        return choose(self, scores, seqs, positions)
 
-    monkeypatch.setattr(device, "greedy", once)
-    assert serve("vllm")[0] == []
+    monkeypatch.setattr(TorchDevice, "_choose", of_few)
+    found, _, served, arrivals = serve(work)
+    assert found == [] and len(failed) > 3
+    assert len(live.check_tokens(served, arrivals)) == len(arrivals)
 
 
 @pytest.mark.parametrize("pinned", [True, False])

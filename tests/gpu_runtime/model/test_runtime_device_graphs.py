@@ -16,7 +16,7 @@ from test_runtime_policies import WORKLOADS, check
 from gpu_runtime.model import decode_graph
 from gpu_runtime.model.capture_sizes import capture_sizes
 from gpu_runtime.model.decode_graph import DecodeGraph, capture_graph
-from gpu_runtime.model.decoder import Decoder
+from gpu_runtime.model.decoder import Decoder, Scores
 from gpu_runtime.tokens import tokens_in_flight
 from kvtwin.testing import limits, live, requests
 from kvtwin.testing.live import ROWS, small_decoder
@@ -116,6 +116,17 @@ def test_a_replay_out_of_memory_is_computed_in_parts(graphed, monkeypatch):
     assert len(completed) == len(ROWS)
     assert {seq.status for seq in served.ended} == {Status.FINISHED}
     assert {size for kind, size in graphed.passes if kind == "graph"} == {1, 2}
+
+
+def test_greedy_tokens_come_from_graphs_and_no_logits_are_read(graphed, monkeypatch):
+    run = DecodeGraph.run
+
+    def without_logits(self, *rest, **named):
+        return Scores(None, run(self, *rest, **named).likeliest)
+
+    monkeypatch.setattr(DecodeGraph, "run", without_logits)
+    graphed.check("vllm-recompute", ROWS, gpu=60)
+    assert "graph" in {kind for kind, _ in graphed.passes}
 
 
 def small_graph(block_tokens=16, max_blocks=33, **options):

@@ -108,7 +108,7 @@ def test_graphs_are_planned_anew_before_each_run():
     ours.step(prompts)
     theirs.step(prompts)
     for new in ({0: [1], 1: [2], 2: [3]}, {1: [4], 0: [9]}, {2: [5], 0: [6]}, {0: [7], 1: [8], 2: [9]}):
-        expected, logits = ours.step(new), graph.run(*theirs.decodes(new))
+        expected, logits = ours.step(new), graph.run(*theirs.decodes(new)).logits
         for row, seq in zip(logits, new, strict=True):
             torch.testing.assert_close(row, expected[seq][0], atol=2e-5, rtol=1e-4)
     assert captured[4].last_page_len.tolist() == [(19 + 4 - 1) % 4 + 1, (1 + 3 - 1) % 4 + 1, (10 + 3 - 1) % 4 + 1, 1]

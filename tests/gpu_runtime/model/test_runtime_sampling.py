@@ -12,6 +12,7 @@ from runtime_server import serving
 from gpu_runtime.kv.pool import KVPool
 from gpu_runtime.model import sampling
 from gpu_runtime.model.attention_batch import AttentionBatch
+from gpu_runtime.model.decoder import scored
 from gpu_runtime.model.sampling import GREEDY, Sampling, choose, uniforms
 from gpu_runtime.serve.run import default_sampling
 from kvtwin.testing.live import small_decoder
@@ -58,16 +59,16 @@ def test_each_row_is_drawn_by_the_definition_whatever_is_beside_it(monkeypatch):
     logits = 2 * torch.randn(120, 61, generator=torch.Generator().manual_seed(11))
     asked = [any_sampling(dice) for _ in logits]
     positions = [dice.randrange(4000) for _ in logits]
-    chosen = choose(logits, asked, positions).tolist()
+    chosen = choose(scored(logits), asked, positions).tolist()
     assert chosen == [drawn_plainly(*row) for row in zip(logits.tolist(), asked, positions, strict=True)]
     monkeypatch.setattr(sampling, "WORK_BYTES", 1)
-    assert choose(logits.flip(0), asked[::-1], positions[::-1]).tolist() == chosen[::-1]
+    assert choose(scored(logits.flip(0)), asked[::-1], positions[::-1]).tolist() == chosen[::-1]
 
 
 def test_tokens_come_as_often_as_their_probability_says():
     logits = torch.tensor([0.5, -1.0, 2.0, 0.0])
     count = 40_000
-    found = choose(logits.expand(count, -1), [Sampling(temperature=0.8, seed=3)] * count, range(count))
+    found = choose(scored(logits.expand(count, -1)), [Sampling(temperature=0.8, seed=3)] * count, range(count))
     share = torch.bincount(found, minlength=4) / count
     torch.testing.assert_close(share, (logits / 0.8).softmax(0), atol=4 * (0.25 / count) ** 0.5, rtol=0)
 
@@ -82,7 +83,7 @@ def drawn_alone(prompt, count, asked):
         batch = AttentionBatch.build([len(tokens) - cached], [cached], [[table]], 4, pool.device)
         logits = decoder.forward(torch.tensor(tokens[cached:]), batch, pool)
         cached = len(tokens)
-        tokens += choose(logits, [asked], [cached]).tolist()
+        tokens += choose(scored(logits), [asked], [cached]).tolist()
     return tokens[len(prompt) :]
 
 

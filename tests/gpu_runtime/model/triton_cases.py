@@ -250,7 +250,7 @@ class TestDecoder:
             free = runner.pool.data[runner.pool._ids._free].clone()
             with monkeypatch.context() as patch:
                 patch.setattr(backend, "uses_triton", lambda tensor: True)
-                logits = graph.run(*decodes)
+                logits = graph.run(*decodes).logits
             for row, seq in zip(logits, new, strict=True):
                 torch.testing.assert_close(row, expected[seq][0], atol=2e-5, rtol=0)
             assert torch.equal(runner.pool.data[runner.pool._ids._free], free)
