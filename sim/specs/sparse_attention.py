@@ -18,12 +18,13 @@ Not simulated: what it does to answers. Not priced: choosing the tokens (top-k, 
 where they do not lie together. Every KV head reads as many tokens, whatever query heads share it.
 """
 
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, dataclass
 from typing import Any, ClassVar
 
 import msgspec
 
 from sim.errors import UserError
+from sim.named_options import number, read_named
 from sim.specs.kv_format import KeptOfPrompt, KVLayers
 from sim.specs.model_spec import ModelSpec
 
@@ -32,15 +33,15 @@ MOST_TOKENS = 1 << 24
 
 
 def _tokens(help: str, default: Any = MISSING) -> Any:  # noqa: ANN401
-    return field(default=default, metadata={"help": help, "least": 1})
+    return number(MOST_TOKENS, default, help, least=1)
 
 
 def _share(help: str, default: Any = MISSING) -> Any:  # noqa: ANN401
-    return field(default=default, metadata={"help": help, "least": 0})
+    return number(1, default, help, above=True)
 
 
 def _dense_layers(default: int) -> Any:  # noqa: ANN401
-    return field(default=default, metadata={"help": "first layers that attend to all", "least": 0})
+    return number(MOST_TOKENS, default, "first layers that attend to all")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -214,34 +215,7 @@ METHODS: dict[str, type[SparseAttention]] = {
 
 def parse_sparse_attention(text: str) -> SparseAttention:
     """The method of `NAME:option=value,...`. UserError where there is none such, or an option is wrong or missing."""
-    name, _, rest = text.partition(":")
-    where = f"--sparse-attention {text}"
-    if name not in METHODS:
-        raise UserError(f"{where}: {name!r} is no method; give one of {', '.join(METHODS)}")
-    known = {f.name.replace("_", "-"): f for f in fields(METHODS[name])}
-    values: dict[str, Any] = {}
-    for part in filter(None, rest.split(",")):
-        option, _, value = part.partition("=")
-        if option not in known:
-            raise UserError(f"{where}: {name} has no option {option!r}; it has {', '.join(known)}")
-        values[known[option].name] = _value(where, option, value, known[option].type, known[option].metadata["least"])
-    for option, f in known.items():
-        if f.default is MISSING and f.name not in values:
-            number = "N" if f.type is int else "X"
-            raise UserError(f"{where}: {name} needs {option}={number} ({f.metadata['help']}): give it")
-    return METHODS[name](**values)
-
-
-def _value(where: str, option: str, value: str, kind: Any, least: int) -> float:  # noqa: ANN401
-    try:
-        number = int(value) if kind is int else float(value)
-    except ValueError:
-        number = -1
-    if kind is float and not 0.0 < number <= 1.0:
-        raise UserError(f"{where}: {option}={value} is not above 0 and at most 1; give another")
-    if kind is int and not least <= number <= MOST_TOKENS:
-        raise UserError(f"{where}: {option}={value} is no whole number from {least} to {MOST_TOKENS}; give one")
-    return number
+    return read_named("--sparse-attention", "method", text, METHODS)
 
 
 def with_sparse_attention(model: ModelSpec, method: SparseAttention) -> ModelSpec:

@@ -8,12 +8,16 @@ latency on load is replaced by the prices that it would learn.
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from math import ceil, inf
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 from sim.errors import UserError
+from sim.named_options import number, read_named
 from sim.topology.routers import EngineView
+
+MOST = 1e5
+"""Of any option."""
 
 
 class Autoscaler(Protocol):
@@ -29,9 +33,9 @@ class ScalingOptions:
     """What every rule is told. `min` and `max` are replicas, and `start_s` is what one takes to start (None: worked out
     of its weights)."""
 
-    min: int = 1
-    max: int
-    start_s: float | None = None
+    min: int = number(MOST, 1, least=1)
+    max: int = number(MOST, least=1)
+    start_s: float | None = number(MOST, None)
     interval_s: float
 
 
@@ -40,21 +44,21 @@ class HpaOptions(ScalingOptions):
     """Of `Hpa`: a metric's target for each replica, and windows whose recommendations count."""
 
     metric: Literal["in-flight", "waiting"] = "in-flight"
-    target: float
-    tolerance: float = 0.1
-    up_window_s: float = 0.0
-    down_window_s: float = 300.0
-    interval_s: float = 15.0
+    target: float = number(MOST, above=True)
+    tolerance: float = number(MOST, 0.1)
+    up_window_s: float = number(MOST, 0.0)
+    down_window_s: float = number(MOST, 300.0)
+    interval_s: float = number(MOST, 15.0, above=True)
 
 
 @dataclass(frozen=True, kw_only=True)
 class DynamoOptions(ScalingOptions):
     """Of `DynamoPlanner`: SLOs, and how readily it scales down (0: never, 100: as soon as one fewer would do)."""
 
-    ttft_ms: float = 500.0
-    itl_ms: float = 50.0
-    sensitivity: float = 80.0
-    interval_s: float = 5.0
+    ttft_ms: float = number(MOST, 500.0, above=True)
+    itl_ms: float = number(MOST, 50.0, above=True)
+    sensitivity: float = number(MOST, 80.0)
+    interval_s: float = number(MOST, 5.0, above=True)
 
 
 RULES: dict[str, type[ScalingOptions]] = {"hpa": HpaOptions, "dynamo": DynamoOptions}
@@ -65,44 +69,10 @@ START_S, WEIGHTS_BYTES_PER_S = 60.0, 2e9
 
 def parse_autoscale(text: str) -> ScalingOptions:
     """The options of `RULE:option=value,...`. UserError where there is no such rule or option, or a value is none."""
-    name, _, rest = text.partition(":")
-    if name not in RULES:
-        raise UserError(f"--autoscale {text}: {name!r} is no rule; give one of {', '.join(RULES)}")
-    known = {f.name.replace("_", "-"): f for f in fields(RULES[name])}
-    values: dict[str, Any] = {}
-    for part in filter(None, rest.split(",")):
-        option, _, value = part.partition("=")
-        if option not in known:
-            raise UserError(f"--autoscale {text}: {name} has no option {option!r}; it has {', '.join(known)}")
-        values[known[option].name] = _value(text, option, value)
-    for option in ("max", *(("target",) if name == "hpa" else ())):
-        if option not in values:
-            raise UserError(f"--autoscale {text}: {name} needs {option}=N: give it")
-    found = RULES[name](**values)
+    found = read_named("--autoscale", "rule", text, RULES)
     if found.max < max(2, found.min):
         raise UserError(f"--autoscale {text}: max={found.max} is less than {max(2, found.min)}; raise it")
     return found
-
-
-def _value(text: str, option: str, value: str) -> str | float:
-    where = f"--autoscale {text}: {option}={value}"
-    if option == "metric":
-        if value not in ("in-flight", "waiting"):
-            raise UserError(f"{where} is no metric; give in-flight or waiting")
-        return value
-    is_count = option in ("min", "max")
-    try:
-        number = int(value) if is_count else float(value)
-    except ValueError:
-        raise UserError(f"{where} is no {'whole ' * is_count}number; give one") from None
-    may_be_zero = option in ("start-s", "tolerance", "up-window-s", "down-window-s", "sensitivity")
-    if not 0 <= number <= MOST or (number == 0 and not may_be_zero):
-        raise UserError(f"{where} is not {'from' if may_be_zero else 'above'} 0 to {MOST:g}; give another")
-    return number
-
-
-MOST = 1e5
-"""Of any option."""
 
 
 class Hpa:

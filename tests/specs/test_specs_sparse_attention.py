@@ -231,7 +231,7 @@ def test_no_method_reads_more_than_its_index_beside_the_context(method, context)
         ("quest", "vllm-v1", {}, r"quest needs budget=N \(tokens attended to\): give it"),
         ("quest:budgte=9", "vllm-v1", {}, "has no option 'budgte'; it has budget, page, dense-layers"),
         ("quest:budget=0", "vllm-v1", {}, "budget=0 is no whole number from 1 to"),
-        ("double-sparsity:share=nan", "vllm-v1", {}, "share=nan is not above 0 and at most 1"),
+        ("double-sparsity:share=nan", "vllm-v1", {}, "share=nan is no number above 0 and at most 1"),
         ("quest:budget=9,dense-layers=32", "vllm-v1", {}, "are all 32 layers of llama-2-7b: give fewer"),
         ("h2o:budget=9", "vllm-v1", {}, "vllm-v1 splits prompts; give --no-enable-chunked-prefill"),
         ("h2o:budget=9", "layerkv", {}, "eviction=layer-offload keeps the whole context; take vllm-recompute"),
