@@ -4,6 +4,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
@@ -15,6 +16,7 @@ from sim.errors import UserError
 from sim.options.policies import parse_policy
 from sim.parts import catalogue
 from sim.systems import POLICIES
+from sim.systems.vllm055 import VllmRecompute
 
 PAGE = (Path(__file__).parents[1] / "docs" / "mixes.md").read_text(encoding="utf-8")
 
@@ -106,6 +108,14 @@ def test_what_is_installed_is_known_by_name(install: Install):
     _, policy = parse_policy("mine:least=5", {})
     ended = simulate(policy, requests((0.0, 16, 50), (0.1, 16, 5), (0.2, 16, 5)), limits(seqs=1)).by_id()
     assert ended[2].finish_s < ended[1].first_token_s
+
+
+def test_a_system_whose_part_is_not_installed_is_refused_in_a_line():
+    class Unregistered(VllmRecompute):
+        composition: ClassVar[dict[str, str]] = {**VllmRecompute.composition, "order": "last"}
+
+    with pytest.raises(UserError, match=r"^order=last: no such part; "):
+        simulate(Unregistered(), requests((0.0, 16, 5)), limits())
 
 
 def test_its_parts_mix_with_other_systems(install: Install):

@@ -153,9 +153,8 @@ def measured_metrics(served: ServedRun, measured: Times) -> dict[str, float]:
     """The metrics of a run by the names of `vllm bench serve`: ms, and rates from first arrival to last token."""
     found: dict[str, float] = {}
     latencies = dict(measured.by_name())
-    gaps = [gap for own in served.gaps_s for gap in own]
-    if gaps and served.has_token_times:
-        latencies["itl"] = np.array(gaps)
+    if served.has_token_times:
+        latencies["itl"] = np.array([gap for own in served.gaps_s for gap in own])
     for name in ("ttft", "tpot", "itl", "e2el"):
         values = latencies.get(name)
         if values is not None and values.size:

@@ -104,7 +104,7 @@ class Part:
         return steps
 
     def committed(self, plan: IterationPlan, times: StepTimes) -> None:
-        """The plan was carried out."""
+        """The plan was carried out; sequences that ended with it are gone from `plan.decodes`."""
 
     def delivered(self) -> None:
         """Of the plans that are committed ahead the oldest was carried out; sequences that ended with it have left."""

@@ -18,7 +18,7 @@ from sim.errors import UserError
 
 if TYPE_CHECKING:
     from sim.kv.memory import Memory
-    from sim.parts.base import Admission, Eviction, Order, Part, Stage
+    from sim.parts.base import Eviction, Part, Stage
     from sim.parts.batching.base import Batching
 
 PLACES: dict[str, dict[str, str]] = {
@@ -162,17 +162,12 @@ def _register_named(name: str, place: str) -> None:
     register_part(kind, part, place)
 
 
-ORDERS: "Named[Order]" = Named(PLACES["order"], read_parts)
-BATCHINGS: "Named[Batching]" = Named(PLACES["batching"], read_parts)
-ADMISSIONS: "Named[Admission]" = Named(PLACES["admission"], read_parts)
-MEMORIES: "Named[Memory]" = Named(PLACES["memory"], read_parts)
-EVICTIONS: "Named[Eviction]" = Named(PLACES["eviction"], read_parts)
-STAGES: "Named[Stage]" = Named(PLACES["stage"], read_parts)
-CATALOGUE = cast(
-    "dict[str, Named[Part]]",
-    dict(zip(PLACES, (ORDERS, BATCHINGS, ADMISSIONS, MEMORIES, EVICTIONS, STAGES), strict=True)),
-)
+CATALOGUE = cast("dict[str, Named[Part]]", {kind: Named(places, read_parts) for kind, places in PLACES.items()})
 """Kind -> name -> class."""
+BATCHINGS = cast("Named[Batching]", CATALOGUE["batching"])
+MEMORIES = cast("Named[Memory]", CATALOGUE["memory"])
+EVICTIONS = cast("Named[Eviction]", CATALOGUE["eviction"])
+STAGES = cast("Named[Stage]", CATALOGUE["stage"])
 
 
 def read_entry_points(group: str, register: Callable[[str, str], None]) -> None:

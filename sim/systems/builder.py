@@ -2,19 +2,16 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from sim.engine.limits import Deployment, Limits
 from sim.errors import UserError
 from sim.kv.offload_options import OffloadOptions
-from sim.parts.catalogue import ADMISSIONS, BATCHINGS, EVICTIONS, KINDS, MEMORIES, ORDERS, STAGES
+from sim.parts.catalogue import KINDS, known_part
 from sim.parts.needs import check_needs
 
 if TYPE_CHECKING:
     from sim.engine.scheduler import Parts
-    from sim.kv.memory import Memory
-    from sim.parts.base import Admission, Eviction, Order, Stage
-    from sim.parts.batching.base import Batching
     from sim.systems.base import Policy
 
 MEMPOOL = "mempool"
@@ -87,19 +84,11 @@ def build_parts(b: Builder) -> "Parts":
     """One part of each kind. UserError where they do not go together."""
     from sim.engine.scheduler import Parts
 
-    names = b.names
-    parts = Parts(
-        order=cast("Order", ORDERS[names["order"]].build(b)),
-        memory=cast("Memory", MEMORIES[names["memory"]].build(b)),
-        admission=cast("Admission", ADMISSIONS[names["admission"]].build(b)),
-        eviction=cast("Eviction", EVICTIONS[names["eviction"]].build(b)),
-        stage=cast("Stage", STAGES[names["stage"]].build(b)),
-        batching=cast("Batching", BATCHINGS[names["batching"]].build(b)),
-    )
-    for kind in KINDS:
-        refuse_unseen(names[kind], type(getattr(parts, kind)))
-    check_needs(names, {kind: getattr(parts, kind) for kind in KINDS})
-    return parts
+    parts: dict[str, Any] = {kind: known_part(kind, b.names[kind]).build(b) for kind in KINDS}
+    for kind, part in parts.items():
+        refuse_unseen(b.names[kind], type(part))
+    check_needs(b.names, parts)
+    return Parts(**parts)
 
 
 def refuse_unseen(name: str, kind: type) -> None:
