@@ -9,11 +9,12 @@ from torch import Tensor
 from gpu_runtime.device_memory import DeviceMemory
 from gpu_runtime.device_stream import finish
 from gpu_runtime.kv.transfers import Transfers
-from gpu_runtime.layers.layer_pass import LayerPass
+from gpu_runtime.layers.layer_pass import Graphs, LayerPass
 from gpu_runtime.layers.pass_members import BlockTables
 from gpu_runtime.measured.executed import Executed, Moved
-from gpu_runtime.model.decode_graph import Capture, DecodeGraph
+from gpu_runtime.model.decode_graph import Capture, CudaCapture, DecodeGraph
 from gpu_runtime.model.decoder import Scores
+from gpu_runtime.model.piece_graphs import PieceGraphs
 from gpu_runtime.tokens.token_ids import TokenIds
 from gpu_runtime.tokens.tokens_in_flight import TokensInFlight
 from sim.engine.changes import Direction
@@ -46,13 +47,17 @@ class Computation:
         self._choose, self._in_flight = choose, in_flight
         self._caches_prefixes = memory.scheduler.memory.caches_prefixes
         self._done = Executed()
-        self._graph: DecodeGraph | None = None
+        self._graphs = Graphs()
 
-    def capture(self, batch_sizes: abc.Sequence[int], capture: Capture | None) -> None:
-        """Capture decodes of these batch sizes as graphs, where all that they read is KV."""
+    def capture(self, batch_sizes: abc.Sequence[int], piece_sizes: abc.Sequence[int], capture: Capture | None) -> None:
+        """Capture decodes of these batch sizes and iterations of so many tokens, where all that they read is KV."""
         memory, scheduler = self._memory, self._memory.scheduler
-        if batch_sizes and memory.beside is None:
-            self._graph = DecodeGraph(
+        if memory.beside is not None or not (batch_sizes or piece_sizes):
+            return
+        capture = capture or CudaCapture(memory.device)
+        decodes, pieces = None, None
+        if batch_sizes:
+            decodes = DecodeGraph(
                 memory.decoder,
                 memory.gpu,
                 batch_sizes,
@@ -60,10 +65,13 @@ class Computation:
                 by_layer=scheduler.stage.streams,
                 capture=capture,
             )
+        if piece_sizes:
+            pieces = PieceGraphs(memory.decoder, piece_sizes, capture)
+        self._graphs = Graphs(decodes, pieces)
 
     def release(self) -> None:
         """Give the graphs' memory back."""
-        self._graph = None
+        self._graphs = Graphs()
 
     def run(self, plan: IterationPlan, decodes: abc.Sequence[Decode], done: Executed) -> None:
         """Compute; where memory runs out, part by part; a sequence whose part still does not fit fails."""
@@ -119,7 +127,7 @@ class Computation:
         for seq, first, end in spans[len(chunks) :]:
             work.add_decode(seq, end, self._tokens.of(seq), end - first)
         try:
-            scores = work.run(self._memory.decoder, self._memory.gpu, self.tables, self._graph)
+            scores = work.run(self._memory.decoder, self._memory.gpu, self.tables, self._graphs)
             chosen = self._choose(scores, work.sampled, work.sampled_positions)
         except torch.OutOfMemoryError:
             work.abandon()
@@ -141,7 +149,7 @@ class Computation:
 
     def _replay(self, decodes: abc.Sequence[Decode]) -> bool:
         """Compute decodes whose KV is all on the GPU in a graph; False, and nothing is done, where that cannot be."""
-        graph, unwritten = self._graph, self._memory.placement.cached.unwritten
+        graph, unwritten = self._graphs.decodes, self._memory.placement.cached.unwritten
         if graph is None or unwritten or not graph.fits(len(decodes), max(length for _, length in decodes)):
             return False
         seqs, lengths = [seq for seq, _ in decodes], [length for _, length in decodes]

@@ -53,6 +53,7 @@ class TorchDevice:
         stays_awake: wait for a known time without sleeping. An idle core loses its caches to others and its clock to
             power saving, and its next iteration may take half as long again.
         graph_batch_sizes: batches of decodes that `warm_up` captures as graphs (`model.capture_sizes`).
+        piece_sizes: tokens of iterations with prompts that it captures in pieces.
         capture: makes the graphs; None: as CUDA graphs.
     """
 
@@ -64,6 +65,7 @@ class TorchDevice:
         on_token: OnToken | None = None,
         stays_awake: bool = False,
         graph_batch_sizes: Seq[int] = (),
+        piece_sizes: Seq[int] = (),
         capture: Capture | None = None,
     ) -> None:
         self.memory, self.decoder, self.scheduler = memory, memory.decoder, memory.scheduler
@@ -77,7 +79,7 @@ class TorchDevice:
         self._computation = Computation(memory, self._transfers, self.tokens, self._choose, self._in_flight)
         self.executed = Executed()
         """What the last iteration copied."""
-        self._graph_batch_sizes, self._capture = graph_batch_sizes, capture
+        self._sizes, self._capture = (graph_batch_sizes, piece_sizes), capture
         self._stays_awake = stays_awake
         self._woken = Event()
         self._begun_s = perf_counter()
@@ -235,7 +237,7 @@ class TorchDevice:
         if self.sampling_of is not None:
             run_sampling(self.decoder, limits)
         run_copies(self.memory.engine, self.memory.gpu, self.memory.host)
-        self._computation.capture(self._graph_batch_sizes, self._capture)
+        self._computation.capture(*self._sizes, self._capture)
 
     def close(self) -> None:
         """End the copy threads and give memory back: what is left of a run, this device with it, outlives the run."""

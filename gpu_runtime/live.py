@@ -20,7 +20,7 @@ from gpu_runtime.machine.live_memory import check_weights, telling_shortage
 from gpu_runtime.machine.threads import use_fastest_threads
 from gpu_runtime.measured.live_timeline import WARNING, Profiler
 from gpu_runtime.model.backend import activate_flash, check_backend
-from gpu_runtime.model.capture_sizes import capture_sizes
+from gpu_runtime.model.capture_sizes import capture_sizes, piece_sizes
 from gpu_runtime.model.config import DecoderConfig
 from gpu_runtime.model.decoder import Decoder
 from gpu_runtime.model.flashinfer_kernels import build_all, build_kernels
@@ -142,6 +142,7 @@ def build_device(
         ValueError: the scheduler's layer groups do not divide the decoder's layers evenly.
         UserError: a memory whose plans cannot be executed, or pools that do not fit.
     """
+    limits, on_cuda = scheduler.limits, options.device == "cuda"
     prompts = TracePrompts(decoder.config.vocab_size, options.seed)
     dtype = stored_dtype(kv_cache_dtype, decoder.dtype, options.device)
     with telling_shortage():
@@ -151,7 +152,8 @@ def build_device(
         prompt_of=prompts,
         on_token=prompts.hear,
         stays_awake=True,
-        graph_batch_sizes=capture_sizes(scheduler.limits.max_num_seqs) if options.device == "cuda" else (),
+        graph_batch_sizes=capture_sizes(limits.max_num_seqs) if on_cuda else (),
+        piece_sizes=piece_sizes(limits.max_num_seqs, limits.max_num_batched_tokens) if on_cuda else (),
     )
 
 

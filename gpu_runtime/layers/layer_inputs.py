@@ -18,10 +18,9 @@ from gpu_runtime.kv.pool import KVPool
 from gpu_runtime.kv.replay.held import BlockCopy
 from gpu_runtime.kv.replay.placement import Placement
 from gpu_runtime.kv.token_rows import TokenRows, token_places
-from gpu_runtime.layers.layer_pass import LayerPass
+from gpu_runtime.layers.layer_pass import Graphs, LayerPass
 from gpu_runtime.layers.pass_members import BlockTables, Member
 from gpu_runtime.model.attention_batch import AttentionBatch
-from gpu_runtime.model.decode_graph import DecodeGraph
 from gpu_runtime.model.decoder import Decoder, Scores
 from sim.engine.changes import Projected
 from sim.engine.plan import IterationPlan
@@ -86,12 +85,12 @@ class ProjectingPass(LayerPass):
         self._handles: list[CopyHandle] = []
         self._batch: AttentionBatch | None = None
 
-    def run(self, decoder: Decoder, pool: KVPool, tables: BlockTables, graph: DecodeGraph | None) -> Scores:
+    def run(self, decoder: Decoder, pool: KVPool, tables: BlockTables, graphs: Graphs) -> Scores:
         self._decoder, self._pool = decoder, pool
         self._projecting = [member for member in self._moving if self._blocks_of.get(member.seq)]
         if self._projecting:
             self._batch = self._batch_of(pool)
-        scores = super().run(decoder, pool, tables, graph)
+        scores = super().run(decoder, pool, tables, graphs)
         for member in self._moving:
             self._copies.wait(member.seq, self._handles)
         return scores

@@ -6,6 +6,7 @@ first ones start before the computation, the others as soon as the slot is free 
 
 from collections import abc
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import numpy as np
 from torch import Tensor
@@ -22,11 +23,19 @@ from gpu_runtime.layers.pass_members import BlockTables, Member
 from gpu_runtime.model.attention_batch import AttentionBatch
 from gpu_runtime.model.decode_graph import DecodeGraph
 from gpu_runtime.model.decoder import Decoder, Scores, scored
+from gpu_runtime.model.piece_graphs import PieceGraphs
 from gpu_runtime.tokens.tokens_in_flight import LateTokens
 from sim.engine.changes import Direction
 from sim.engine.layers import SEND_BUFFER_LAYERS
 from sim.engine.sequence import Sequence
 from sim.errors import InvariantError
+
+
+class Graphs(NamedTuple):
+    """What was captured: decodes, and iterations with prompts."""
+
+    decodes: DecodeGraph | None = None
+    pieces: PieceGraphs | None = None
 
 
 class LayerPass:
@@ -110,9 +119,10 @@ class LayerPass:
         if member.slots:
             self._moving.append(member)
 
-    def run(self, decoder: Decoder, pool: KVPool, tables: BlockTables, graph: DecodeGraph | None) -> Scores:
-        """Compute the layers, in `graph` if it can; the scores of the next tokens of `sampled`, a row each."""
+    def run(self, decoder: Decoder, pool: KVPool, tables: BlockTables, graphs: Graphs) -> Scores:
+        """Compute the layers, in `graphs` where these can; the scores of the next tokens of `sampled`, a row each."""
         self._start()
+        graph, pieces = graphs
         # Between the layers of a single graph nothing may happen.
         if graph is not None and self._only_decodes and (graph.by_layer or not self._moving):
             lengths = [member.cached + 1 for member in self.members]
@@ -128,11 +138,14 @@ class LayerPass:
         token_ids = to_device(self._token_ids, device)
         if self.late is not None:
             self.late.fill(token_ids)
+        rows = batch.last_rows[to_device(self._sampled, device)] if self._sampled else None
+        if pieces is not None and pieces.fits(len(token_ids)) and not (self._moving or self._loads):
+            return scored(pieces.forward(token_ids, batch, pool, rows))
         logits = decoder.forward(
             token_ids,
             batch,
             pool,
-            batch.last_rows[to_device(self._sampled, device)] if self._sampled else None,
+            rows,
             before_layer=self._before_layer,
             after_layer=lambda layer, entered: self._computed(layer, entered, batch, pool),
         )

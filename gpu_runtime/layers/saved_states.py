@@ -19,11 +19,10 @@ from gpu_runtime.kv.pool import KVPool
 from gpu_runtime.kv.replay.state_placement import SavingPlacement, StateRestore
 from gpu_runtime.kv.replay.turn_placement import TurnPlacement
 from gpu_runtime.kv.token_rows import TokenRows, token_places
-from gpu_runtime.layers.layer_pass import LayerPass
+from gpu_runtime.layers.layer_pass import Graphs, LayerPass
 from gpu_runtime.layers.pass_members import BlockTables, Member
 from gpu_runtime.measured.executed import Moved
 from gpu_runtime.model.attention_batch import AttentionBatch
-from gpu_runtime.model.decode_graph import DecodeGraph
 from gpu_runtime.model.decoder import Decoder, Scores
 from sim.engine.changes import Restore
 from sim.errors import InvariantError
@@ -209,10 +208,10 @@ class SavingPass(LayerPass):
         self._places = np.empty(0, dtype=np.int64)
         self._handles: list[CopyHandle] = []
 
-    def run(self, decoder: Decoder, pool: KVPool, tables: BlockTables, graph: DecodeGraph | None) -> Scores:
+    def run(self, decoder: Decoder, pool: KVPool, tables: BlockTables, graphs: Graphs) -> Scores:
         saved = self._states.placement.states_of(member.span for member in self.members)
         self._rows, self._places = self._new_tokens(lambda member: saved.get(member.seq))
-        scores = super().run(decoder, pool, tables, graph)
+        scores = super().run(decoder, pool, tables, graphs)
         members = [member for member in self.members if member.seq in saved]
         self._states.await_saved(members, self._handles)
         for member in members:

@@ -16,10 +16,9 @@ from gpu_runtime.kv.copy_engine import CopyHandle
 from gpu_runtime.kv.pool import KVPool
 from gpu_runtime.kv.replay.held import BlockCopy
 from gpu_runtime.kv.replay.uncached_placement import Uncached, UncachedPlacement
-from gpu_runtime.layers.layer_pass import LayerPass
+from gpu_runtime.layers.layer_pass import Graphs, LayerPass
 from gpu_runtime.layers.pass_members import BlockTables, Member
 from gpu_runtime.model.attention_batch import AttentionBatch
-from gpu_runtime.model.decode_graph import DecodeGraph
 from gpu_runtime.model.decoder import Decoder, Scores
 from sim.engine.changes import Direction, Rebuilt
 from sim.engine.plan import IterationPlan
@@ -89,7 +88,7 @@ class RebuildingPass(LayerPass):
         super().add_decode(seq, num_tokens, tokens, num_new)
         self._ids[seq] = tokens
 
-    def run(self, decoder: Decoder, pool: KVPool, tables: BlockTables, graph: DecodeGraph | None) -> Scores:
+    def run(self, decoder: Decoder, pool: KVPool, tables: BlockTables, graphs: Graphs) -> Scores:
         self._decoder, self._pool = decoder, pool
         for member in self.members:
             if member.cached and member.seq in self._tokens:
@@ -97,7 +96,7 @@ class RebuildingPass(LayerPass):
                 self._out[member] = self._uncached.new_groups[member.seq]
             elif not member.cached and (mine := self._mine(member)) is not None:
                 self._out[member] = tuple(mine.host)
-        return super().run(decoder, pool, tables, graph)
+        return super().run(decoder, pool, tables, graphs)
 
     def _mine(self, member: Member) -> Uncached | None:
         return self._uncached.placement.uncached.get(member.seq)

@@ -13,7 +13,7 @@ import torch
 
 from gpu_runtime.device_memory import check_executable, scratch_blocks
 from gpu_runtime.kv.copy_engine import STAGING_BYTES
-from gpu_runtime.model.capture_sizes import LARGEST_CAPTURE, capture_sizes
+from gpu_runtime.model.capture_sizes import LARGEST_CAPTURE, capture_sizes, piece_sizes
 from gpu_runtime.model.config import DecoderConfig
 from gpu_runtime.model.decode_graph import Metadata
 from gpu_runtime.model.decoder import Decoder
@@ -70,7 +70,8 @@ def check_weights(config: DecoderConfig, dtype: torch.dtype, device: str) -> Non
 def working_bytes(config: DecoderConfig, dtype: torch.dtype, limits: Limits, *, graphs: bool) -> int:
     """Bytes that one iteration computes with beside weights and pools, at most.
 
-    `graphs` keep as much for decodes, and hidden states and logits that all of them write to.
+    `graphs` keep as much for decodes, and hidden states and logits that all of them write to; those of pieces what lies
+    between them.
 
     A token has its residual, a layer's input and output, and the MLP's gate, up and product or the queries, keys,
     values and what attention gives, whichever is more; a sequence has logits; and one sequence's keys and values of a
@@ -84,6 +85,8 @@ def working_bytes(config: DecoderConfig, dtype: torch.dtype, limits: Limits, *, 
     elements += 2 * limits.max_model_len * config.kv_size
     if graphs:
         elements += min(limits.max_num_seqs, LARGEST_CAPTURE) * (token + config.hidden_size + 2 * config.vocab_size)
+        sizes = piece_sizes(limits.max_num_seqs, limits.max_num_batched_tokens)
+        elements += sizes[-1] * (token + config.hidden_size + 2 * config.q_size + 2 * config.kv_size)
     return elements * dtype.itemsize
 
 

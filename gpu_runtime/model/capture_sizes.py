@@ -1,4 +1,4 @@
-"""Which batch sizes of decodes are captured as CUDA graphs."""
+"""Which batch sizes of decodes, and numbers of tokens, are captured as CUDA graphs."""
 
 LARGEST_CAPTURE = 512
 SMALL_SIZES = (1, 2, 4)
@@ -18,3 +18,11 @@ def capture_sizes(max_num_seqs: int) -> list[int]:
     sizes = [*SMALL_SIZES, *range(CAPTURE_STEP, COARSE_FROM, CAPTURE_STEP), *coarse]
     enough = next((i for i, size in enumerate(sizes) if size >= max_num_seqs), len(sizes) - 1)
     return sizes[: enough + 1]
+
+
+def piece_sizes(max_num_seqs: int, max_num_batched_tokens: int) -> list[int]:
+    """Tokens of iterations with prompts to capture, as vLLM does: of the same sizes those up to twice as many as
+    sequences; as far as a batch can fill them."""
+    sizes = capture_sizes(LARGEST_CAPTURE)
+    least = next((size for size in sizes if size >= max_num_batched_tokens), LARGEST_CAPTURE)
+    return [size for size in sizes if size <= min(2 * max_num_seqs, least)]

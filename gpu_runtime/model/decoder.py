@@ -42,28 +42,30 @@ class DecoderLayer:
 
         `keeps_input`: whether the input is left as it is; else its memory may be written to.
         """
-        normed = self.kernels.rms_norm(hidden, self.weights.input_norm, self._config.rms_norm_eps)
-        hidden, update = self.compute(hidden, normed, batch, pool, layer_index, keeps_input=keeps_input)
+        attended = self.attend(self.project(self.norm(hidden)), batch, pool, layer_index)
+        hidden, update = self.close(hidden, attended, keeps_input=keeps_input)
         return hidden + update
 
-    def compute(
-        self,
-        hidden: Tensor,
-        normed: Tensor,
-        batch: AttentionBatch,
-        pool: KVPool,
-        layer_index: int,
-        *,
-        keeps_input: bool,
-    ) -> tuple[Tensor, Tensor]:
-        """As `forward`, of an input and its norm: what the MLP reads [N, h], and what it adds to that [N, h]."""
-        c, w, kernels = self._config, self.weights, self.kernels
-        projected = product(normed, w.qkv, w.qkv_bias)
+    def norm(self, hidden: Tensor) -> Tensor:
+        """What is projected of an input [N, h]."""
+        return self.kernels.rms_norm(hidden, self.weights.input_norm, self._config.rms_norm_eps)
+
+    def project(self, normed: Tensor) -> Tensor:
+        """Queries, keys and values [N, q + 2 kv], as they are before rotation."""
+        return product(normed, self.weights.qkv, self.weights.qkv_bias)
+
+    def attend(self, projected: Tensor, batch: AttentionBatch, pool: KVPool, layer_index: int) -> Tensor:
+        """Rotate, write new KV to the pool, and attend: [N, q]. All of a layer that asks where tokens stand."""
+        w = self.weights
         query, key, value = self._rotary.rotate_and_write(projected, w.q_norm, w.k_norm, pool, layer_index, batch)
-        attended = kernels.attend(query, pool, layer_index, batch, (key, value))
+        return self.kernels.attend(query, pool, layer_index, batch, (key, value)).flatten(1)
+
+    def close(self, hidden: Tensor, attended: Tensor, *, keeps_input: bool) -> tuple[Tensor, Tensor]:
+        """Of an input and what attention gave: what the MLP reads [N, h], and what it adds to that [N, h]."""
+        c, w, kernels = self._config, self.weights, self.kernels
         if keeps_input and kernels.overwrites:
             hidden = hidden.clone()
-        update = self._sum(product(attended.flatten(1), w.output))
+        update = self._sum(product(attended, w.output))
         hidden, normed = kernels.add_rms_norm(hidden, update, w.post_norm, c.rms_norm_eps)
         if c.experts is not None:
             return hidden, self._sum(mix_experts(normed, w, c.experts, kernels.silu_and_mul))
@@ -78,9 +80,8 @@ class DecoderLayer:
         What HCache (Gao et al. 2025) and KVPR (Jiang et al. 2024) do in place of a copy or of a recomputation.
         """
         c, w = self._config, self.weights
-        normed = self.kernels.rms_norm(hidden, w.input_norm, c.rms_norm_eps)
         bias = None if w.qkv_bias is None else w.qkv_bias[c.q_size :]
-        projected = product(normed, w.qkv[c.q_size :], bias)
+        projected = product(self.norm(hidden), w.qkv[c.q_size :], bias)
         self._rotary.rotate_and_write(projected, w.q_norm, w.k_norm, pool, layer_index, batch)
 
 
@@ -197,26 +198,30 @@ class Decoder:
             before_layer: called with a layer's index before anything of it is queued.
             after_layer: called with a layer's index and its input [N, h] once all of it is queued.
         """
-        epsilon, keeps_input = self.config.rms_norm_eps, after_layer is not None
-        # A layer's output and the norm that reads it are one kernel's work: the next layer's, or the last.
-        norms = [*(layer.weights.input_norm for layer in self.layers), self.ends.final_norm]
         hidden = self.embed(token_ids)
-        normed = self.kernels.rms_norm(hidden, norms[0], epsilon)
+        normed = self.layers[0].norm(hidden)
         for index, layer in enumerate(self.layers):
             if before_layer is not None:
                 before_layer(index)
             entered = hidden
-            hidden, update = layer.compute(hidden, normed, batch, pool, index, keeps_input=keeps_input)
-            hidden, normed = self.kernels.add_rms_norm(hidden, update, norms[index + 1], epsilon)
+            attended = layer.attend(layer.project(normed), batch, pool, index)
+            hidden, update = layer.close(hidden, attended, keeps_input=after_layer is not None)
+            hidden, normed = self.add_norm(hidden, update, index + 1)
             if after_layer is not None:
                 after_layer(index, entered)
-        return self._logits(normed.index_select(0, batch.last_rows if sample_rows is None else sample_rows))
+        return self.head(normed.index_select(0, batch.last_rows if sample_rows is None else sample_rows))
+
+    def add_norm(self, hidden: Tensor, update: Tensor, index: int) -> tuple[Tensor, Tensor]:
+        """A layer's output as a sum, and the norm that layer `index` reads, or behind the last the head: one kernel."""
+        norm = self.layers[index].weights.input_norm if index < len(self.layers) else self.ends.final_norm
+        return self.kernels.add_rms_norm(hidden, update, norm, self.config.rms_norm_eps)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[rows, V] of the last layer's outputs [rows, h]."""
-        return self._logits(self.kernels.rms_norm(hidden, self.ends.final_norm, self.config.rms_norm_eps))
+        return self.head(self.kernels.rms_norm(hidden, self.ends.final_norm, self.config.rms_norm_eps))
 
-    def _logits(self, normed: Tensor) -> Tensor:
+    def head(self, normed: Tensor) -> Tensor:
+        """The same of what has been normed."""
         logits = linear(normed, self.ends.head)
         return logits if self.group is None else self.group.gather(logits)[:, : self.config.vocab_size]
 

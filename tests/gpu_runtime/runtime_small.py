@@ -10,11 +10,13 @@ from gpu_runtime.model.attention import AttentionBatch
 from gpu_runtime.model.decoder import Decoder
 from kvtwin.testing.live import SMALL, CheckedDevice
 
-__all__ = ["GRAPHED", "SMALL", "Runner", "Warm"]
+__all__ = ["GRAPHED", "PIECED", "SMALL", "Runner", "Warm"]
 
 GRAPHED = {"graph_batch_sizes": (1, 2, 4), "capture": lambda compute: compute, "spare_blocks": 1}
 """Options of a device that computes decodes as graphs, which here are computed each time. A padded row, whose slot is
 nowhere, writes to the spare block: a CPU writes behind."""
+PIECED = {**GRAPHED, "piece_sizes": (4, 8, 16)}
+"""The same, and what lies between the attention of layers of up to 16 tokens."""
 
 
 class Warm(CheckedDevice):

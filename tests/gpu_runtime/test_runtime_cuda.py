@@ -10,7 +10,7 @@ from gpu_runtime.kv.copy_engine import CopyEngine
 from gpu_runtime.kv.pool import KVPool
 from gpu_runtime.kv.token_rows import TokenRows, token_places
 from gpu_runtime.model.attention_batch import AttentionBatch
-from gpu_runtime.model.capture_sizes import capture_sizes
+from gpu_runtime.model.capture_sizes import capture_sizes, piece_sizes
 from gpu_runtime.model.decode_graph import DecodeGraph
 from gpu_runtime.model.decoder import Decoder, DecoderLayer
 from gpu_runtime.model.flashinfer_kernels import build_kernels
@@ -144,6 +144,7 @@ def test_a_device_with_graphs_gives_the_tokens_of_one_without(variant, gpu, monk
 
     monkeypatch.setattr(DecodeGraph, "run", counted)
     for graphs in ((), capture_sizes(6)):
+        pieces = piece_sizes(6, 64) if graphs else ()
         served = live.serve(
             policy,
             arrivals,
@@ -152,6 +153,7 @@ def test_a_device_with_graphs_gives_the_tokens_of_one_without(variant, gpu, monk
             kind=WarmedUp,
             device="cuda",
             graph_batch_sizes=graphs,
+            piece_sizes=pieces,
         )
         assert len(live.check_tokens(served, arrivals)) == len(ROWS)
         assert bool(replayed) == bool(graphs)

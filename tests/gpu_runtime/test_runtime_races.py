@@ -39,13 +39,14 @@ def moved(weights):
 
 @contextmanager
 def on_cuda(seed=0, graphs=()):
-    """Within, `live.serve` serves on a pretended device, with graphs of so many decodes."""
+    """Within, `live.serve` serves on a pretended device, with graphs of so many decodes, and pieces where there are."""
     build, serve = live.build_device, live.serve
+    captured = {"graph_batch_sizes": graphs, "piece_sizes": (4, 8, 16) if graphs else ()}
 
     def build_device(scheduler, *, decoder=None, kind=CheckedDevice, inline_copies=False, **options):
         of = decoder or small_decoder()
         there = Decoder(of.config, [moved(layer.weights) for layer in of.layers], moved(of.ends))
-        made = build(scheduler, decoder=there, kind=kind, device="cuda", graph_batch_sizes=graphs, **options)
+        made = build(scheduler, decoder=there, kind=kind, device="cuda", **captured, **options)
         made.warm_up()
         machine.syncs.clear()
         return made

@@ -125,9 +125,8 @@ def test_computing_takes_what_its_largest_pass_does():
     limits = SimpleNamespace(max_num_seqs=2, max_num_batched_tokens=4, max_model_len=8)
     elements = 4 * (3 * 48 + 2 * 128) + 2 * 101 + 2 * 8 * 32
     assert working_bytes(SMALL, torch.float32, limits, graphs=False) == 4 * elements
-    assert working_bytes(SMALL, torch.float16, limits, graphs=True) == 2 * (
-        elements + 2 * (3 * 48 + 2 * 128 + 48 + 2 * 101)
-    )
+    decodes, pieces = 2 * (3 * 48 + 2 * 128 + 48 + 2 * 101), 4 * (3 * 48 + 2 * 128 + 48 + 96 + (96 + 2 * 32))
+    assert working_bytes(SMALL, torch.float16, limits, graphs=True) == 2 * (elements + decodes + pieces)
 
 
 @pytest.mark.parametrize(
