@@ -91,6 +91,8 @@ def test_a_part_that_is_refused_is_refused_with_what_would_do_instead(capsys: py
     assert main(["policies", "sarathi", "--mixes"]) == 0
     told = " ".join(capsys.readouterr().out.split())
     assert "eviction=park asks for classes and laxities: it goes with order=triage, not order=fcfs" in told
+    assert main(["policies", "sarathi:order=priority", "--mixes"]) == 2
+    assert "--mixes: replaces single parts of a system" in capsys.readouterr().err
 
 
 def test_systems_are_listed_and_one_is_told_with_its_options(capsys: pytest.CaptureFixture[str]):

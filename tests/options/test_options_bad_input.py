@@ -100,10 +100,23 @@ def test_an_impossible_value_is_refused(tmp_path, capsys, flag):
         ("vllm-v1:kv-offloading-size=inf", ["--kv-offloading-size: inf is not between 0 and 1e+09 (GiB of"]),
         ("cachedattention:disk-space=1e308", ["cachedattention disk-space: 1e+308 is not between 0 and 1e+09 (GiB"]),
         ("vllm-swap:slo-aware=true", ["'slo_aware' is no option of vllm-swap", "its options: none"]),
+        ("ellm:layers-per-block=3", ["ellm layers-per-block: 3 does not divide the model's 32 layers"]),
+        (
+            "vllm-v1:spec-method=ngram,spec-tokens=1,synthetic-acceptance-rates=x",
+            ["synthetic-acceptance-rates: 'x' is not a number"],
+        ),
+        ("sglang:page-size=16,max-total-tokens=3", ["sglang max-total-tokens: 3 is less than a page of 16"]),
+        ("sglang:page-size=100", ["--max-num-batched-tokens: SGLang's chunks are whole pages", "no multiple of 100"]),
+        ("sglang:page-size=16 --block-size 32", ["--block-size: 32 where options of sglang say 16"]),
+        (
+            "vllm-recompute --data-parallel-size 2 --pipeline-parallel-size 2",
+            ["--data-parallel-size: 2 ranks of pipelines are not modelled"],
+        ),
     ],
 )
 def test_an_impossible_policy_is_refused(tmp_path, capsys, policy, parts):
-    refused(capsys, command(tmp_path / "out", *WORKLOAD, policy=policy), parts)
+    policy, *words = policy.split()
+    refused(capsys, command(tmp_path / "out", *WORKLOAD, *words, policy=policy), parts)
 
 
 @pytest.mark.parametrize(
@@ -120,6 +133,7 @@ def test_an_impossible_policy_is_refused(tmp_path, capsys, policy, parts):
         (["run", "--polcy", "layerkv"], ["kvtwin run: ", "--polcy", "did you mean --policy?", "kvtwin run --help"]),
         (["run", "--num_prompts=3"], ["--num_prompts=3", "did you mean --num-prompts?"]),
         (["run", "--policy", "layerkv", "stray\nword"], ["stray\\nword"]),
+        (["run", "--policy", "layerkv", *WORKLOAD], ["--out DIR is missing"]),
         (["run", "--policy", "layerkv", "--out", "o"], ["--trace FILE and --workload NAME: neither is given"]),
         (
             ["run", "--policy", "layerkv", "--policy", "vllm-swap", "--out", "o", *WORKLOAD],

@@ -213,6 +213,15 @@ def test_a_run_past_the_limit_of_arrays_is_read_from_its_table(tmp_path, monkeyp
         for name in ("ttft_s", "tpot_s", "queue_s", "prefill_s", "arrival_s"):
             assert getattr(short, name).tolist() == pytest.approx(getattr(whole, name).tolist(), abs=1e-5)
         assert [len(short.ttft_s), len(short.tpot_s)] == [2, 1]
+    for folder, name in zip(("parquet", "csv"), ("requests.parquet", "requests.csv"), strict=True):
+        path, text = tmp_path / folder / name, (tmp_path / folder / name).read_bytes()
+        path.write_text("arrival_s\n0\n")
+        with pytest.raises(UserError, match=rf"{name}: not a per-request table \(.*\); run it again"):
+            read_run(tmp_path / folder)
+        path.write_bytes(text)
+    monkeypatch.setattr(saved, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"requests\.parquet: is read with pyarrow, which is not installed: pip"):
+        read_run(tmp_path / "parquet")
     capsys.readouterr()
     folder = tmp_path / "csv"
     assert kvtwin.main(["explain", str(folder), "--request", "0"]) == 2

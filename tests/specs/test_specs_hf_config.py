@@ -402,6 +402,9 @@ REFUSED = [
     ({"quantization_config": {"quant_method": "gptq", "bits": "x" * 59}}, [f"bits = '{'x' * 56}... cannot"]),
     ({"quantization_config": block_fp8(ignore=["re:("])}, ["ignore", "does not compile"]),
     ({"quantization_config": block_fp8(kv_cache_scheme="int3")}, ["kv_cache_scheme", "int3"]),
+    ({"quantization_config": 3}, ["quantization_config = 3", "expected an object or null"]),
+    ({"hidden_size": 10**12}, ["hidden_size", "is more than"]),
+    (EXPERTS | {"num_experts": 4, "mlp_only_layers": 1}, ["mlp_only_layers", "must be a list of layer numbers"]),
     (STATES | {"layer_types": None}, ["full_attention_interval is missing"]),
     (STATES | {"layer_types": ["linear_attention"] * 2}, ["no layer attends"]),
     (STATES | {"layer_types": ["linear_attention", "sliding_attention"]}, ["layer_types", "'sliding_attention'"]),
@@ -440,6 +443,7 @@ def test_experts_that_do_not_add_up_are_refused(tmp_path, change, word):
         ('{"a": 1, "a": 2}', "'a' appears twice"),
         ('{"hidden_size": ' + "9" * 5000 + "}", "not JSON"),
         ("[" * 100_000, "nested"),
+        ("[1]", r"holds \[1\], not a JSON object"),
     ],
 )
 def test_files_that_hold_no_config(tmp_path, text, word):

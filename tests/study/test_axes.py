@@ -84,6 +84,8 @@ GRID = "[sweep.grid]\n"
     [
         (GRID + "request-rat = [1]", "unknown key 'request-rat'; did you mean 'request-rate'?"),
         ("sweep = 3", "sweep is 3, not a table"),
+        ("sweep = { grid = 3 }", "3 is not a table of axes; write axis = [values]"),
+        (GRID + "seed = []", "is empty; give at least one value"),
         ("request-rate = [3, 4]\n[sweep]", "is not a number; several values are an axis, which stands in [sweep.grid]"),
         ("[sweep]\nrepeats = 0", "repeats = 0; give 1 or more"),
         (GRID + "request-rate = 3", "is not a list of values or a range"),

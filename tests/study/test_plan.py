@@ -275,6 +275,8 @@ def test_what_cannot_be_laid_out_is_told_by_its_reason():
         ({"gpu_hour_usd": ["l20=1"]}, "is no price above 0 of h100"),
         ({"max_gpus": 0}, "--max-gpus: 0 is not between 1 and 64"),
         ({"replicas": 2}, "--replicas: is what plan looks for"),
+        ({"data_parallel_size": 2}, "--data-parallel-size: plan searches no such deployments"),
+        ({"gpu": ["h100", "l20"], "gpu_hour_usd": ["l20=1"]}, "--gpu-hour-usd: none is given of h100"),
     ],
 )
 def test_bad_questions_are_refused(more, told):
@@ -284,9 +286,14 @@ def test_bad_questions_are_refused(more, told):
 
 @pytest.mark.parametrize(
     ("more", "told"),
-    [({"request_rate": float("inf")}, "all requests arrive at once"), ({"max_concurrency": 3}, "wait for answers")],
+    [
+        ({"request_rate": float("inf")}, "all requests arrive at once"),
+        ({"max_concurrency": 3}, "wait for answers"),
+        ({"workload": None, "trace": "none.csv"}, "none.csv: no such file"),
+        ({"model": "llama-3.1-70b", "max_gpus": 1}, "nothing can be deployed on up to 1 GPUs: .* does not fit on h100"),
+    ],
 )
-def test_traffic_whose_rate_means_nothing_is_refused(more, told, tmp_path):
+def test_traffic_that_cannot_be_planned_for_is_refused(more, told, tmp_path):
     with pytest.raises(UserError, match=told):
         plan(read_plan({**ASKED, **more}), tmp_path, Means())
 

@@ -191,6 +191,7 @@ def test_a_full_disk_keeps_what_is_finished_and_says_so(tmp_path, monkeypatch, c
         (["--out", "FILE"], "--out: cannot create folder"),
         (["--backend", "spark"], "--backend: 'spark' is not one of loky, dask, ray"),
         (["--jobs", "0"], "--jobs: 0 is less than 1"),
+        (["--address", "tcp://there:1"], "--address tcp://there:1: of a cluster of --backend dask or ray"),
         (["--max-seconds", "0"], "--max-seconds: 0.0 is not greater than 0"),
     ],
 )

@@ -422,6 +422,8 @@ def test_trials_without_optuna_say_what_to_install(tmp_path, monkeypatch):
         ({"slo": TTFT, "goal": "cost", "price": 1.0, "grid": {"decode-gpu": ["l20"]}}, "prices one kind of GPU"),
         ({"slo": TTFT, "storage": "sqlite://"}, "give trials, or leave it out"),
         ({"slo": TTFT, "trial": 3}, "unknown key tune.trial"),
+        ({"slo": TTFT, "trials": 0}, "tune.trials = 0; give 1 or more"),
+        ({"slo": TTFT, "trials": 10**9}, "tune.trials = 1000000000 is more than 100,000; give fewer"),
     ],
 )
 def test_a_wrong_table_is_told_in_one_line(own, words):

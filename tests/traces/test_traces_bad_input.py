@@ -17,6 +17,13 @@ AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.68,374,44\
 JSONL = '{"timestamp": 0, "input_length": 10, "output_length": 2}\n'
 NAMED = "arrival_s,prompt_tokens,output_tokens,hash_ids,hash_block_tokens,output_hash_ids,priority\n"
 OWN_SLOS = "arrival_s,prompt_tokens,output_tokens,slos\n"
+CALLS = "arrival_s,prompt_tokens,output_tokens,tool_calls,hash_ids,hash_block_tokens,output_hash_ids\n"
+
+
+def then(more, output=2):
+    """A right line of JSON, and one of 9 prompt tokens with these fields."""
+    return JSONL + f'{{"timestamp": 1, "input_length": 9, "output_length": {output}, {more}}}\n'
+
 
 BAD_ROWS = [
     # text, line, then what the message must hold: field, value, remedy
@@ -28,9 +35,11 @@ BAD_ROWS = [
     (OWN + "1.0,1_000,2\n", 3, ["prompt_tokens", "'1_000'", "not a number"]),
     (OWN + "1.0,99999999999,2\n", 3, ["prompt_tokens", "more than 1,000,000,000 tokens", "which column"]),
     (OWN + '1.0,"' + "9" * 200_000 + '",2\n', 3, ["row", "not CSV", "field limit"]),
-    (JSONL + '{"timestamp": 1' + "0" * 400 + ', "input_length": 9, "output_length": 2}\n', 2, ["timestamp 10"]),
+    (JSONL + JSONL.replace(": 0", ": 1" + "0" * 400), 2, ["timestamp 10"]),
     (JSONL + "[" * 100_000 + "\n", 2, ["not JSON"]),
+    (JSONL + "3\n", 2, ["line '3'", "not a JSON object", "one object a line"]),
     ("[" + '{"a":' * 100_000, 1, ["element", "nested too deeply"]),
+    ('[{"conversations": 3}]', 1, ["conversations 3", "not a list of turns"]),
     (OWN + "1.0,5\n", 3, ["row", "2 fields where the header has 3"]),
     # All rows are as long as one another, and longer than the header.
     (OWN.replace("2\n", "2,7\n"), 2, ["4 fields where the header has 3"]),
@@ -44,68 +53,37 @@ BAD_ROWS = [
     ("[\n1]", 2, ["element 1", "not a conversation"]),
     (JSONL + '{"timestamp": 1, "input_length": 10}\n', 2, ["'output_length'", "timestamp,input_length", "add"]),
     (JSONL + '{"timestamp": 1, "input_length": true, "output_length": 2}\n', 2, ["input_length True", "not a number"]),
-    (
-        JSONL + '{"timestamp": 1, "input_length": 9, "output_length": 2, "hash_ids": "x"}\n',
-        2,
-        ["hash_ids", "'x'", "not a list"],
-    ),
-    (
-        "arrival_s,prompt_tokens,output_tokens,hash_ids,hash_block_tokens\n0.0,33,2,1 2 x,16\n",
-        2,
-        ["hash_ids", "'1 2 x'", "not a list of numbers"],
-    ),
-    (
-        "arrival_s,prompt_tokens,output_tokens,hash_ids\n0.0,33,2,1 2 3\n",
-        2,
-        ["hash_ids", "no block size", "--hash-block-tokens"],
-    ),
+    (then('"hash_ids": "x"'), 2, ["hash_ids", "'x'", "not a list"]),
+    (NAMED + "0.0,33,2,1 2 x,16,,\n", 2, ["hash_ids", "'1 2 x'", "not a list of numbers"]),
+    (NAMED + "0.0,33,2,1 2 3,,,\n", 2, ["hash_ids", "no block size", "--hash-block-tokens"]),
     # The row's own block size overrules the flag, which is therefore no remedy.
-    (
-        NAMED + "0.0,33,2,1 2,16,,\n1.0,33,2,1,16,,\n",
-        3,
-        ["hash_ids (1,)", "1 ids where 33 tokens make 3 blocks of 16", "correct hash_block_tokens or the row"],
-    ),
-    (
-        NAMED + "0.0,33,40,1 2 3,16,4 x,\n",
-        2,
-        ["output_hash_ids", "'4 x'", "not a list of numbers", "spaces between them"],
-    ),
-    (
-        NAMED + "0.0,33,40,1 2 3,16,4 5,0\n1.0,33,40,1 2 3,16,4 5 6,0\n",
-        3,
-        ["output_hash_ids (4, 5, 6)", "3 ids where 33 + 40 tokens add 2 blocks of 16", "correct hash_block_tokens"],
-    ),
+    (NAMED + "0.0,33,2,1 2,16,,\n1.0,33,2,1,16,,\n", 3, ["hash_ids (1,)", "1 ids where 33 tokens make 3 blocks of 16",
+                                                       "correct hash_block_tokens or the row"]),
+    (NAMED + "0.0,33,40,1 2 3,16,4 x,\n", 2, ["output_hash_ids", "'4 x'", "not a list of numbers", "spaces between"]),
+    (NAMED + "0.0,33,40,1 2 3,16,4 5 6,0\n", 2, ["output_hash_ids (4, 5, 6)", "correct hash_block_tokens",
+                                                 "3 ids where 33 + 40 tokens add 2 blocks of 16"]),
     (NAMED + "0.0,33,40,1 2,16,4 5,0\n", 2, ["output_hash_ids (4, 5)", "after 2 hash_ids", "partly filled last one"]),
     (NAMED + "0.0,33,40,,16,4 5,0\n", 2, ["output_hash_ids (4, 5)", "after 0 hash_ids", "leave output_hash_ids empty"]),
-    (
-        OWN_SLOS + "0.0,33,40,ttft:0.5s\n",
-        2,
-        ["slos", "'ttft:0.5s'", "NAME:MILLISECONDS", "ttft:500 tpot:50"],
-    ),
+    (then('"hash_ids": [1], "output_hash_ids": [2]'), 2, ["output_hash_ids (2,)", "9 + 2 tokens add 0 blocks of 512",
+                                                          "--hash-block-tokens"]),
+    (OWN_SLOS + "0.0,33,40,ttft:0.5s\n", 2, ["slos", "'ttft:0.5s'", "NAME:MILLISECONDS", "ttft:500 tpot:50"]),
     (OWN_SLOS + "0.0,33,40,tpot:5 tpot:6\n", 2, ["slos", "tpot is given twice"]),
-    (JSONL + '{"timestamp": 1, "input_length": 9, "output_length": 2, "slos": 500}\n', 2, ["slos 500", "not text"]),
-    (
-        OWN_SLOS.replace("slos", "acceptance_rate") + "0.0,33,40,0.5\n1.0,33,40,70\n",
-        3,
-        ["acceptance_rate '70'", "not between 0 and 1", "as 0.7"],
-    ),
-    (
-        JSONL + '{"timestamp": 1, "input_length": 9, "output_length": 2, "acceptance_rate": true}\n',
-        2,
-        ["acceptance_rate True", "not a number"],
-    ),
+    (then('"slos": 500'), 2, ["slos 500", "not text"]),
+    (OWN_SLOS.replace("slos", "acceptance_rate") + "0.0,33,40,70\n", 2, ["acceptance_rate '70'", "0 and 1", "as 0.7"]),
+    (then('"acceptance_rate": true'), 2, ["acceptance_rate True", "not a number"]),
     (NAMED + "0.0,33,40,,16,,1.5\n", 2, ["priority", "'1.5'", "fraction", "whole number"]),
-    (
-        JSONL + '{"timestamp": 1, "input_length": 9, "output_length": 2, "hash_ids": [1], "output_hash_ids": [2]}\n',
-        2,
-        ["output_hash_ids (2,)", "9 + 2 tokens add 0 blocks of 512", "--hash-block-tokens"],
-    ),
-    (
-        JSONL + '{"timestamp": 1, "input_length": 9, "output_length": 2, "priority": true}\n',
-        2,
-        ["priority True", "not a number"],
-    ),
-]
+    (then('"priority": true'), 2, ["priority True", "not a number"]),
+    (CALLS + "0,33,40,1:2,,,\n", 2, ["tool_calls '1:2'", "not a list of tool calls", "40:1.5:32;90:0.3:8"]),
+    (CALLS + "0,33,40,1_0:2:3,,,\n", 2, ["tool_calls '1_0:2:3'", "not a list of tool calls"]),
+    (CALLS + "0,33,40,9:1:1;9:1:1,,,\n", 2, ["tool_calls", "is not in order"]),
+    (CALLS + "0,33,40,40:1:1,,,\n", 2, ["tool_calls '40:1:1'", "beyond the request's 40 output tokens"]),
+    (CALLS + "0,33,40,9:inf:1,,,\n", 2, ["tool_calls '9:inf:1'", "negative"]),
+    (CALLS + "0,33,40,9:1:-1,,,\n", 2, ["tool_calls '9:1:-1'", "negative"]),
+    (CALLS + "0,33,40,9:1:1,1 2 3,16,4 5\n", 2, ["tool_calls", "beside output_hash_ids", "leave one out"]),
+    (then('"tool_calls": [[1, 2]]', 40), 2, ["tool_calls [[1, 2]]", "not a list of tool calls", "[[AFTER_TOKENS"]),
+    (then('"tool_calls": [[1, true, 2]]', 40), 2, ["tool_calls", "not a list of tool calls"]),
+    (then('"tool_calls": [[50, 1, 2]]', 40), 2, ["tool_calls", "beyond the request's 40 output tokens"]),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("text", "line", "parts"), BAD_ROWS)
@@ -300,25 +278,7 @@ def outcome(path, **options):
 
 
 HEADERS = ["", NAMED.strip(), "[", *(",".join(form.required) for form in CSV_FORMATS.values()), JSONL.strip()]
-PIECES = [
-    "1",
-    "2.5",
-    "-1",
-    "nan",
-    "2023-11-16 18:15:46.68",
-    ",",
-    ",",
-    ",",
-    "\n",
-    "\n",
-    '"',
-    "{",
-    "}",
-    "[",
-    ":",
-    "x",
-    "\r",
-]
+PIECES = ["1", "2.5", "-1", "nan", "2023-11-16 18:15:46.68", *',,,\n\n"{}[:x\r']
 PIECES += ['{"conversations": [{"value": "a"}]}', '{"timestamp": 0, "input_length": 1, "output_length": 1}', "\ufeff"]
 
 

@@ -191,6 +191,16 @@ def test_what_a_file_lacks_is_named(tmp_path, name, change, parts):
         assert part in str(refused.value)
 
 
+def test_a_run_without_a_time_is_no_server_s_and_units_are_the_files_own(tmp_path):
+    row = aiperf(START_NS, 20, 3, "a")
+    del row["metrics"]["time_to_first_token"]
+    path = write(tmp_path, [row])
+    with pytest.raises(TraceError, match=r"request 0 has no time of its first token: .* read the file as a trace"):
+        read_served(path)
+    with pytest.raises(TraceError, match="format aiperf says the units of its times; leave --time-unit out"):
+        list(open_trace(path, time_unit="s"))
+
+
 def test_an_unknown_file_is_told_all_formats(tmp_path):
     for text in ('{"text": 1}\n', "a,b,c\n1,2,3\n"):
         path = tmp_path / "unknown"

@@ -176,6 +176,12 @@ def test_what_cannot_be_verified_is_refused(server, tmp_path):
     assert fetch(unknown.name, tmp_path / "t", url=server.url, sha256=SHA256.upper()).read_bytes() == DATA
 
 
+def test_a_trace_that_is_not_in_the_catalogue_is_refused_with_the_nearest():
+    for name, hint in (("azure-conv-20233", r"did you mean 'azure-conv-2023'\?"), ("zz", "see `kvtwin trace list`")):
+        with pytest.raises(TraceError, match=f"trace '{name}' is not in the catalogue; {hint}"):
+            entry(name)
+
+
 def test_the_catalogue_is_whole():
     items = entries()
     assert len({item.name for item in items}) == len(items)

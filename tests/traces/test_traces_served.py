@@ -157,6 +157,7 @@ def test_a_table_holds_arrival_first_and_last_token(tmp_path, text):
         (TABLES[0].replace("arrival_s,", "x,"), ["first_token_s", "arrival_s"]),
         (TABLES[0].replace("prompt_tokens", "x"), ["prompt_tokens", "trace"]),
         (TABLES[0].replace("5.25", "soon"), ["line 2", "first_token_s", "'soon'"]),
+        (TABLES[2].replace("arrival_s", "run,arrival_s"), ["column run tells several runs apart"]),
         (TABLES[1].replace("250,", "2500,"), ["line 2", "first token 2.5"]),
     ],
 )

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from traces.errors import TraceError
 from traces.hash_ids import hashes_fit, output_blocks, output_hashes_fit
 from traces.request import Request
+from traces.tool_calls import with_tool_calls
 from traces.transforms import at_request_rate, clip, head, merge, scale_rate, spread_ties, window
 
 
@@ -139,9 +140,9 @@ def test_merge_tells_the_prefixes_and_sessions_of_traces_apart():
     assert {request.session_id for request in merge(requests_at(0.0), requests_at(1.0))} == {""}
 
 
-@pytest.mark.parametrize(("burstiness", "cv"), [(1.0, 1.0), (0.25, 2.0), (4.0, 0.5)])
-def test_request_rate_and_burstiness_are_those_asked_for(burstiness, cv):
-    at = times_of(at_request_rate(requests_at(*[0.0] * 40_000), 5.0, burstiness, seed=3))
+@pytest.mark.parametrize(("burstiness", "cv"), [((), 1.0), ((0.25,), 2.0), ((4.0,), 0.5)])
+def test_request_rate_and_burstiness_are_those_asked_for_or_poissons(burstiness, cv):
+    at = times_of(at_request_rate(requests_at(*[0.0] * 40_000), 5.0, *burstiness, seed=3))
     gaps = [b - a for a, b in pairwise(at)]
     mean = sum(gaps) / len(gaps)
     spread = (sum((gap - mean) ** 2 for gap in gaps) / len(gaps)) ** 0.5
@@ -160,6 +161,7 @@ def test_request_rate_and_burstiness_are_those_asked_for(burstiness, cv):
         lambda r: window(r, -1, 5),
         lambda r: clip(r, 1),
         lambda r: head(r, 0),
+        lambda r: with_tool_calls(r, -1.0, 1.0, 1.0),
         lambda r: at_request_rate(r, 0),
         lambda r: at_request_rate(r, 1, burstiness=0),
         lambda r: at_request_rate(r, float("nan")),

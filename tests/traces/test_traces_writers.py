@@ -12,13 +12,14 @@ from hypothesis import strategies as st
 from traces.errors import TraceError
 from traces.hash_ids import output_blocks
 from traces.readers import open_trace
-from traces.request import Request
+from traces.request import Request, ToolCall
 from traces.slos import SLOs
 from traces.writers import write_trace
 
 names = st.text(st.characters(codec="utf-8", exclude_characters="\r\n\0"), max_size=6)
 
 milliseconds = st.none() | st.integers(1, 10**9).map(lambda ms: ms / 1e3)
+tool_calls = st.lists(st.builds(ToolCall, st.integers(1, 9), st.floats(0, 1e6), st.integers(0, 9**9)), max_size=3)
 own_slos = st.none() | st.builds(SLOs, milliseconds, milliseconds, milliseconds).filter(any)
 
 
@@ -36,6 +37,8 @@ def requests(draw):
         output_hashes = tuple(draw(st.integers(-5, 2**63)) for _ in range(more))
         priority = draw(st.just(0) | st.integers(-(2**63), 2**63))
         row = Request(i, time + 0.0, prompt, output, draw(names), hashes, block, output_hashes, priority)
+        calls = {call.after_tokens: call for call in draw(tool_calls) if call.after_tokens < output and not more}
+        row = row._replace(calls=tuple(calls[after] for after in sorted(calls)))
         stream.append(row._replace(slos=draw(own_slos), acceptance_rate=draw(st.none() | st.floats(0, 1))))
     return stream
 
@@ -46,12 +49,6 @@ def test_our_csv_is_lossless(tmp_path, stream):
     path = tmp_path / "t.csv"
     assert write_trace(stream, path) == len(stream)
     assert list(open_trace(path)) == stream
-
-
-def test_plain_requests_make_plain_rows(tmp_path):
-    path = tmp_path / "t.csv"
-    write_trace([Request(0, 0.1, 5, 6), Request(1, 2.0, 7, 8)], path)
-    assert path.read_text() == "arrival_s,prompt_tokens,output_tokens\n0.1,5,6\n2.0,7,8\n"
 
 
 def test_rows_widen_when_a_later_request_needs_it(tmp_path):
@@ -74,6 +71,7 @@ def test_mooncakes_jsonl_reads_back(tmp_path):
     more = [*stream, Request(2, 2.0, 600, 500, "", (1, 2), 512, (3,), 7), Request(3, 2.0, 5, 5, priority=-1)]
     more.append(Request(4, 2.0, 5, 5, slos=SLOs(ttft_s=0.5, tpot_s=0.0501)))
     more.append(Request(5, 2.0, 5, 5, acceptance_rate=0.7))
+    more.append(Request(6, 2.0, 5, 5, calls=(ToolCall(1, 0.5, 0), ToolCall(4, 0.0, 3))))
     write_trace(more, path)
     assert list(open_trace(path)) == more
 

@@ -12,7 +12,7 @@ from runtime_variants import policy_of
 import kvtwin
 from gpu_runtime.cli import name_gpu
 from gpu_runtime.kv.stored import stored_dtype
-from gpu_runtime.live import LiveOptions, check_device, load_decoder
+from gpu_runtime.live import LiveOptions, check_device, check_gpus, load_decoder
 from gpu_runtime.machine import live_memory, threads
 from gpu_runtime.machine.live_memory import CGROUP, check_weights, fit_to_machine, free_bytes, held_bytes, working_bytes
 from gpu_runtime.machine.scheduling import scheduled
@@ -164,6 +164,14 @@ def test_a_device_that_cannot_be_used_says_why(monkeypatch):
             check_device("cuda")
         first = why.splitlines()[0].rstrip(".")
         assert str(caught.value) == f"--device cuda: {first}; mend that, or use --device cpu"
+
+
+def test_more_ranks_than_there_are_gpus_are_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    check_gpus(2, "cuda")
+    check_gpus(3, "cpu")
+    with pytest.raises(UserError, match="--tp 3: 2 CUDA devices are here: give as many at most"):
+        check_gpus(3, "cuda")
 
 
 def test_another_device_is_refused(monkeypatch):

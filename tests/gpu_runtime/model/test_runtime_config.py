@@ -101,6 +101,7 @@ def test_rotary_positions_are_read_in_both_spellings(fields, theta, scaling):
     [
         ({"model_type": "gemma"}, "model_type = 'gemma' is not computed"),
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
+        ({"head_dim": None, "model_type": "qwen3"}, "head_dim = None is absent and cannot be derived: give it"),
         ({"attention_bias": True}, "attention_bias = True"),
         ({"quantization_config": {"quant_method": "awq"}}, "quantization_config"),
         ({"num_experts": 8}, "num_experts = 8"),

@@ -84,6 +84,13 @@ def test_what_a_template_does_not_take_or_may_not_do_is_the_client_s_to_hear(sou
     assert (refused.value.status, refused.value.param) == (400, "messages")
 
 
+def test_an_answer_cannot_go_on_with_a_message_that_the_template_changes():
+    chat = Chat(MESSAGES[:2], add_generation_prompt=False, continue_final_message=True)
+    with pytest.raises(Refused, match=r"continue_final_message: .* changes the last message") as refused:
+        ChatTemplate("{{ messages[-1].content | upper }}", Path("t"), TOKENS).render(chat)
+    assert refused.value.param == "continue_final_message"
+
+
 def test_a_tokenizer_s_folder_says_which_template(tmp_path):
     chat, config = Chat(MESSAGES[:1]), tmp_path / "tokenizer_config.json"
     assert load_template(None, None) is load_template(tmp_path, None) is None
@@ -105,6 +112,9 @@ def test_a_tokenizer_s_folder_says_which_template(tmp_path):
     with pytest.raises(UserError, match="cannot be read as a chat template"):
         load_template(tmp_path, tmp_path / "none.jinja")
     (tmp_path / "chat_template.jinja").unlink()
+    config.write_text(json.dumps({"chat_template": named[:1]}))
+    with pytest.raises(UserError, match="chat_template names no 'default': give --chat-template FILE"):
+        load_template(tmp_path, None)
     config.write_text('{"chat_template": 3}')
     with pytest.raises(UserError, match="neither text nor a list"):
         load_template(tmp_path, None)

@@ -101,6 +101,7 @@ def test_clients_that_leave_at_any_time_leave_no_block_behind(variant):
         assert ended["cancelled"]
         assert set(ended) == {"length", "cancelled"}
         assert sum("cancelled" in seq.error for seq in service.ended) == ended["cancelled"]
+        assert service.thread.scheduler.counters.ignored == {"cancelled": ended["cancelled"]}
 
     asyncio.run(run())
 

@@ -198,6 +198,7 @@ def test_the_oldest_half_open_connection_makes_room(monkeypatch):
         assert len(service.server._connections._half_open) == 2
         for _, writer in opened:
             writer.close()
+        await service.until(lambda: not service.server._connections._half_open)
 
     run(body)
 

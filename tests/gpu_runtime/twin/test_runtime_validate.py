@@ -25,6 +25,7 @@ from gpu_runtime.twin.iterations import IterationAgreement, KindAgreement
 from kvtwin.testing.live import small_decoder
 from sim.errors import UserError
 from sim.files import folder_name
+from sim.options.policies import parse_policy
 from sim.options.scenario import Scenario
 from sim.run.files import simulate
 from sim.run.folders import NEW
@@ -62,18 +63,19 @@ def test_default_pools_take_a_quarter_of_the_free_memory_each(free_bytes):
 
 
 @pytest.mark.parametrize(
-    ("name", "option", "refusal"),
+    ("policy", "refusal"),
     [
-        ("vllm-v1", "kv_offloading_size", "--kv-offloading-size: runs on a device"),
-        ("memserve", "memory", "memory=mempool"),
+        ("vllm-v1:kv-offloading-size=1", "--kv-offloading-size: runs on a device"),
+        (
+            "vllm-v1:spec-method=ngram,spec-tokens=2,acceptance-rate=0.5",
+            "spec-method: runs on a device draft no tokens",
+        ),
+        ("memserve", "memory=mempool"),
     ],
 )
-def test_what_a_device_cannot_do_yet_is_refused(name, option, refusal):
-    policy, scenario = POLICIES[name](), SCENARIO
-    if option != "memory":
-        policy = replace(policy, **{option: 1.0})
+def test_what_a_device_cannot_do_yet_is_refused(policy, refusal):
     with pytest.raises(UserError, match=refusal):
-        fit_to_machine(scenario, policy, "cpu")
+        fit_to_machine(SCENARIO, parse_policy(policy, {})[1], "cpu")
 
 
 def test_turns_whose_states_have_no_room_on_the_host_are_refused(free_bytes):
