@@ -5,6 +5,7 @@ and a sequence that is computed again as well.
 """
 
 from sim.engine.sequence import Sequence
+from sim.errors import UserError
 
 MASK = (1 << 64) - 1
 UNIT = 2.0**-64
@@ -21,7 +22,8 @@ def draw(seed: int, request_id: int, place: int) -> float:
 class Acceptance:
     """Drafted tokens are accepted one after another, each with its chance, up to the first that is not.
 
-    A request whose trace says its acceptance rate has that, at any place.
+    A request whose trace says its acceptance rate has that, at any place. UserError for one that has none where
+    `chances` are empty.
     """
 
     def __init__(self, chances: tuple[float, ...], seed: int) -> None:
@@ -30,6 +32,12 @@ class Acceptance:
     def num_accepted(self, seq: Sequence, num_generated: int, num_drafted: int) -> int:
         """Of the tokens drafted behind the first `num_generated` of a sequence's answer, how many are accepted."""
         seed, request_id, own = self.seed, seq.request.request_id, seq.request.acceptance_rate
+        if num_drafted and own is None and not self.chances:
+            raise UserError(
+                f"acceptance-rate: request {request_id} has none in its trace, and the policy says none; what is "
+                "accepted is drawn, not computed: give one (acceptance-rate=0.7, say), or "
+                "synthetic-acceptance-rates; `kvtwin live` computes it"
+            )
         for i in range(num_drafted):
             if draw(seed, request_id, num_generated + i) >= (self.chances[i] if own is None else own):
                 return i

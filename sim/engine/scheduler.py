@@ -210,6 +210,7 @@ class Scheduler:
         ended: list[Sequence] = []
         if plan.num_decodes:
             if plan.taken is not None:
+                self.batching.accepted(plan)
                 ended = self.drafting.advance_unevenly(plan.taken, end_s)
             elif plan.num_decodes == len(batch.members):
                 if times.tokens > 1:

@@ -136,7 +136,7 @@ PLENTY = "spec-tokens=2,acceptance-rate=0.5"
     [
         ("vllm-v1:spec-method=ngram,acceptance-rate=0.5", "spec-tokens: is missing"),
         ("vllm-v1:spec-method=ngram,spec-tokens=0,acceptance-rate=0.5", "spec-tokens: 0; with"),
-        ("vllm-v1:spec-method=ngram,spec-tokens=2", "give one of them; what is accepted is drawn"),
+        (f"vllm-v1:spec-method=ngram,{PLENTY},synthetic-acceptance-rates=0.5 0.5", "both are given; give one"),
         ("vllm-v1:spec-method=ngram,spec-tokens=2,acceptance-rate=1.5", "acceptance-rate: 1.5 is not between 0 and 1"),
         ("vllm-v1:spec-method=ngram,spec-tokens=2,synthetic-acceptance-rates=0.5", "1 given; give one for each of 2"),
         ("vllm-v1:spec-method=ngram,spec-tokens=2,synthetic-acceptance-rates=0.5 0.6", "0.6 is not between 0 and"),
@@ -155,6 +155,14 @@ def test_what_does_not_go_with_drafts_is_refused(text: str, told: str) -> None:
         policy = parse_policy(text, {})[1]
         policy.parts(limits(chunked=True), linear_machine().deployment)
     assert told in str(caught.value)
+
+
+def test_where_nobody_says_what_is_accepted_the_first_draft_says_so() -> None:
+    """A trace may say it of every request; else the policy must."""
+    policy = drafting("spec-tokens=2")
+    with pytest.raises(UserError, match="acceptance-rate: request 0 has none in its trace"):
+        simulate(policy, requests((0.0, 16, 6)), limits(chunked=True))
+    assert simulate(policy, [requests((0.0, 16, 6))[0]._replace(acceptance_rate=1.0)], limits(chunked=True)).ended
 
 
 def test_windows_and_bounds_refuse_drafts() -> None:

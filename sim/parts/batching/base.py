@@ -63,6 +63,9 @@ class Batching(Part, ABC):
         """Running sequences, in the order in which they run."""
         raise NotImplementedError
 
+    def accepted(self, plan: IterationPlan) -> None:
+        """Where it verifies drafts: what each of the plan's decodes has `taken` is known, and about to be counted."""
+
     def end_in_order(self, plan: IterationPlan, ended: list[Sequence], end_s: float) -> None:
         """Where `frees_in_order`: count the plan's chunks and end the decodes `ended`. Default: the scheduler's."""
         raise NotImplementedError

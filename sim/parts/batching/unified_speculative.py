@@ -5,9 +5,10 @@ context allow; blocks are taken for all of them, and ahead of them for what the 
 tokens are used again by the next step: blocks stay with the sequence. Drafts of a sequence that a step leaves out wait.
 """
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from sim.engine.plan import ADMITTED, CONTINUED, IterationPlan, StepTimes
+from sim.engine.plan import ADMITTED, CONTINUED, IterationPlan, PrefillChunk, StepTimes
 from sim.engine.sequence import Sequence
 from sim.errors import InvariantError
 from sim.parts.batching.base import NEVER_FITS
@@ -48,25 +49,13 @@ class UnifiedSpeculative(Unified):
         plan.drafts, self._scheduled = {}, {}
         self._padded.clear()
         super().fill(plan, now_s)
-        self._tell_taken(plan)
-
-    def _tell_taken(self, plan: IterationPlan) -> None:
-        """How many of their drafts the sequences have accepted, as it is drawn.
-
-        The next step may hit what this one fills, sequence by sequence.
-        """
-        batch, memory, drafts = self.batch, self.paged, plan.drafts or {}
+        batch, drafts = self.batch, plan.drafts or {}
         plan.taken = taken = {}
-        whole = {chunk.seq for chunk in plan.chunks if chunk.num_cached + chunk.num_new == chunk.seq.num_tokens}
-        for seq in self._scheduled:
-            if seq in batch.members:
-                generated = batch.num_generated_of(seq)
-                drafted = 0 if seq in self._padded else drafts.get(seq, 0)
-                accepted = self.speculation.acceptance.num_accepted(seq, generated, drafted)
-                taken[seq] = min(1 + accepted, seq.output_tokens - generated)
-                memory.publish(seq, batch.num_tokens_of(seq) + taken[seq] - 1)
-            elif seq in whole:
-                memory.publish(seq, seq.num_tokens)
+        for seq in plan.decodes:
+            drafted = 0 if seq in self._padded else drafts.get(seq, 0)
+            generated = batch.num_generated_of(seq)
+            accepted = self.speculation.num_accepted(seq, generated, drafted)
+            taken[seq] = min(1 + accepted, seq.output_tokens - generated)
 
     def _run_running(self, plan: IterationPlan) -> int:
         """vLLM's loop over `running`."""
@@ -224,6 +213,21 @@ class UnifiedSpeculative(Unified):
         plan.decodes = [*plan.decodes, seq]
 
     # -- afterwards --------------------------------------------------------------------------------------------------
+
+    def accepted(self, plan: IterationPlan) -> None:
+        # The next step may hit what this one has filled, sequence by sequence.
+        batch, memory, taken = self.batch, self.paged, plan.taken or {}
+        whole = {chunk.seq for chunk in plan.chunks if chunk.num_cached + chunk.num_new == chunk.seq.num_tokens}
+        for seq in self._scheduled:
+            if seq in taken:
+                memory.publish(seq, batch.num_tokens_of(seq) + taken[seq] - 1)
+            elif seq in whole:
+                memory.publish(seq, seq.num_tokens)
+
+    def commit_chunks(self, plan: IterationPlan, end_s: float, chunks: Iterable[PrefillChunk] | None = None) -> None:
+        if not plan.num_decodes:
+            self.accepted(plan)
+        super().commit_chunks(plan, end_s, chunks)
 
     def left(self, seq: Sequence) -> None:
         super().left(seq)

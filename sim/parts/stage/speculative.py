@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, ClassVar, Self
 from sim.cost.drafting import build_drafter, rows_s
 from sim.engine.acceptance import Acceptance
 from sim.engine.plan import IterationPlan, StepTimes
+from sim.engine.sequence import Sequence
 from sim.errors import UserError
 from sim.parts.needs import Need
 from sim.parts.stage.direct import Direct
@@ -51,8 +52,14 @@ class Speculative(Direct):
         self.lookahead, self.reads_next_token = options.lookahead, options.reads_next_token
         self.input_slots = int(options.spec_method == "draft_model")
         """Of the budget, what drafting takes of it for each sequence (vLLM's `max_num_new_slots_for_drafting`)."""
-        self.acceptance = Acceptance(options.chances(), b.deployment.seed)
+        self.method = options.spec_method or ""
+        self.acceptance: Acceptance | None = Acceptance(options.chances(), b.deployment.seed)
+        """None: a device says what is accepted, in the plan that it has carried out."""
         self._cost, self.drafter = b.deployment.cost, build_drafter(options, b.deployment)
+
+    def num_accepted(self, seq: Sequence, num_generated: int, num_drafted: int) -> int:
+        """`Acceptance.num_accepted`; none as long as a device has yet to say."""
+        return self.acceptance.num_accepted(seq, num_generated, num_drafted) if self.acceptance is not None else 0
 
     def complete(self, plan: IterationPlan) -> None:
         """What verifying takes beyond the plan without drafts, and drafting for the next iteration."""

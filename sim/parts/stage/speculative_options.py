@@ -50,18 +50,20 @@ class SpeculativeOptions(CheckedOptions):
                 f"spec-model: {self.spec_model or 'is missing'}; spec-method=draft_model needs one, and no other takes "
                 f"one (spec-method={self.spec_method})"
             )
-        if (self.acceptance_rate is None) == (self.synthetic_acceptance_rates is None):
-            raise UserError(
-                "acceptance-rate and synthetic-acceptance-rates: give one of them; what is accepted is drawn, not "
-                "computed (acceptance-rate=0.7, say)"
-            )
+        if self.acceptance_rate is not None and self.synthetic_acceptance_rates is not None:
+            raise UserError("acceptance-rate and synthetic-acceptance-rates: both are given; give one")
         self.chances()
 
     def chances(self) -> tuple[float, ...]:
-        """Of each drafted token, that it is accepted where those before it are. UserError for rates that are none."""
+        """Of each drafted token, that it is accepted where those before it are; none where no rate is given.
+
+        UserError for rates that are none.
+        """
         if self.acceptance_rate is not None:
             return (self.acceptance_rate,) * (self.spec_tokens or 0)
-        given, before, found = (self.synthetic_acceptance_rates or "").split(), 1.0, []
+        if self.synthetic_acceptance_rates is None:
+            return ()
+        given, before, found = self.synthetic_acceptance_rates.split(), 1.0, []
         if len(given) != self.spec_tokens:
             raise UserError(f"synthetic-acceptance-rates: {len(given)} given; give one for each of {self.spec_tokens}")
         for word in given:
