@@ -1,7 +1,7 @@
 """`Computation`: what a plan computes, as passes over the layers or as a captured graph, and the tokens it chooses."""
 
 from collections import abc
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -48,6 +48,7 @@ class Computation:
         self._caches_prefixes = memory.scheduler.memory.caches_prefixes
         self._done = Executed()
         self._graphs = Graphs()
+        self._drafts: Mapping[Sequence, abc.Sequence[int]] = {}
 
     def capture(self, batch_sizes: abc.Sequence[int], piece_sizes: abc.Sequence[int], capture: Capture | None) -> None:
         """Capture decodes of these batch sizes and iterations of so many tokens, where all that they read is KV."""
@@ -73,9 +74,18 @@ class Computation:
         """Give the graphs' memory back."""
         self._graphs = Graphs()
 
-    def run(self, plan: IterationPlan, decodes: abc.Sequence[Decode], done: Executed) -> None:
-        """Compute; where memory runs out, part by part; a sequence whose part still does not fit fails."""
-        self._done = done
+    def run(
+        self,
+        plan: IterationPlan,
+        decodes: abc.Sequence[Decode],
+        done: Executed,
+        drafts: Mapping[Sequence, abc.Sequence[int]] | None = None,
+    ) -> None:
+        """Compute; where memory runs out, part by part; a sequence whose part still does not fit fails.
+
+        `drafts` are verified behind the tokens of decodes: each row has its token chosen.
+        """
+        self._done, self._drafts = done, drafts or {}
         try:
             self._compute(plan, plan.chunks, decodes)
         except torch.OutOfMemoryError:
@@ -114,7 +124,7 @@ class Computation:
                     self._transfers.begin_behind(move, [])
 
     def _compute(self, plan: IterationPlan, chunks: abc.Sequence[PrefillChunk], decodes: abc.Sequence[Decode]) -> None:
-        if not chunks and self._replay(decodes):
+        if not chunks and not self._drafts and self._replay(decodes):
             return
         work = self._memory.new_pass()
         spans = [(c.seq, c.num_cached, c.num_cached + c.num_new) for c in chunks]
@@ -126,6 +136,8 @@ class Computation:
             work.add_chunk(seq, end - first, first, self._tokens.of(seq))
         for seq, first, end in spans[len(chunks) :]:
             work.add_decode(seq, end, self._tokens.of(seq), end - first)
+            if drafts := self._drafts.get(seq):
+                work.add_drafts(drafts)
         try:
             scores = work.run(self._memory.decoder, self._memory.gpu, self.tables, self._graphs)
             chosen = self._choose(scores, work.sampled, work.sampled_positions)

@@ -7,7 +7,9 @@ ids against the scheduler's counts.
 
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from itertools import groupby
 from math import inf
+from operator import itemgetter
 from threading import Event
 from time import perf_counter
 
@@ -24,11 +26,13 @@ from gpu_runtime.model.decode_graph import Capture
 from gpu_runtime.model.decoder import Scores
 from gpu_runtime.model.sampling import Sampling, choose
 from gpu_runtime.tokens.block_hashes import BlockHashes
+from gpu_runtime.tokens.drafts import Drafts
 from gpu_runtime.tokens.token_ids import TokenIds
 from gpu_runtime.tokens.tokens_in_flight import TokensInFlight
 from sim.engine.changes import Append, Move
 from sim.engine.plan import IterationPlan, StepTimes
 from sim.engine.sequence import Sequence
+from sim.parts.stage.speculative import Speculative
 from traces.request import Request
 
 PromptOf = Callable[[Request], Seq[int]]
@@ -72,8 +76,11 @@ class TorchDevice:
         self.prompt_of, self.on_token = prompt_of, on_token
         self.sampling_of: SamplingOf | None = None
         """None: each token is the likeliest."""
-        names_blocks = self.scheduler.memory.caches_prefixes
-        self.tokens = TokenIds(BlockHashes(self.scheduler.limits.block_size) if names_blocks else None)
+        self._caches_prefixes = self.scheduler.memory.caches_prefixes
+        self.tokens = TokenIds(BlockHashes(self.scheduler.limits.block_size) if self._caches_prefixes else None)
+        stage = self.scheduler.stage
+        self._drafts = Drafts(stage.num_tokens) if isinstance(stage, Speculative) else None
+        self._plan = IterationPlan()
         self._in_flight = TokensInFlight(memory.device)
         self._transfers = Transfers(memory.placement, memory.copies)
         self._computation = Computation(memory, self._transfers, self.tokens, self._choose, self._in_flight)
@@ -144,6 +151,8 @@ class TorchDevice:
         """Wait for every copy of a sequence, which is about to give its blocks back."""
         self._transfers.wait(seq)
         self._computation.tables.forget(seq)
+        if self._drafts is not None:
+            self._drafts.drop(seq)
 
     def failures(self) -> list[tuple[Sequence, str]]:
         found, self.memory.failures = self.memory.failures, []
@@ -182,27 +191,65 @@ class TorchDevice:
                 reading = [(chunk.seq, chunk.num_cached) for chunk in plan.chunks]
                 reading += [(seq, num_tokens - 1) for seq, num_tokens in decodes]
                 placement.leave((seq, position - under_way.get(seq, 0)) for seq, position in reading)
-            placement.grow((chunk.seq, chunk.num_cached + chunk.num_new) for chunk in plan.chunks)
-            placement.grow(decodes)
+            if self._drafts is None:
+                placement.grow((chunk.seq, chunk.num_cached + chunk.num_new) for chunk in plan.chunks)
+                placement.grow(decodes)
+            else:
+                self._grow_ahead(plan)
             if inputs is not None:
                 inputs.begin(plan, decodes)
             if uncached is not None:
                 uncached.begin(plan)
-            self._computation.run(plan, decodes, done)
+            drafts = None
+            if self._drafts is not None and plan.drafts:
+                drafts = {s: self._drafts.take(s, plan.drafts[s]) for s in plan.decodes if s in plan.drafts}
+            self._computation.run(plan, decodes, done, drafts)
             if uncached is not None:
                 uncached.end()
         self._in_flight.launched()
+        self._plan = plan
 
     def collect(self) -> float:
+        if self._drafts is not None:
+            self._collect_accepted(self._drafts)
+            return self.now_s()
         for seq, token, is_computed in self._in_flight.land():
-            if seq not in self.tokens:
-                # It has ended since: no client waits for the token.
-                continue
-            self.tokens.append(seq, token)
-            self._progress += token + 1
-            if is_computed and self.on_token is not None:
-                self.on_token(seq, token, self._own_s())
+            self._hear(seq, token, is_computed)
         return self.now_s()
+
+    def _hear(self, seq: Sequence, token: int, is_computed: bool) -> None:
+        """A token has come."""
+        if seq not in self.tokens:
+            # It has ended since: no client waits for the token.
+            return
+        self.tokens.append(seq, token)
+        self._progress += token + 1
+        if is_computed and self.on_token is not None:
+            self.on_token(seq, token, self._own_s())
+
+    # -- drafts ----------------------------------------------------------------------------------------------------
+
+    def _grow_ahead(self, plan: IterationPlan) -> None:
+        """Take blocks for drafts as well: as many as the scheduler counts."""
+        size, num_blocks_of = self.memory.placement.block_tokens, self.scheduler.batch.num_blocks_of
+        self.memory.placement.grow((chunk.seq, chunk.seq.num_blocks * size) for chunk in plan.chunks)
+        self.memory.placement.grow((seq, num_blocks_of(seq) * size) for seq in plan.decodes)
+
+    def _collect_accepted(self, drafts: Drafts) -> None:
+        """Hear of the accepted tokens, and tell the plan how many each sequence has taken."""
+        plan, taken = self._plan, dict[Sequence, int]()
+        for seq, landed in groupby(self._in_flight.land(), key=itemgetter(0)):
+            rows = list(landed)
+            known, had = len(self.tokens.of(seq)), self.scheduler.num_generated_of(seq)
+            for token in drafts.accepted(seq, [token for _, token, _ in rows]):
+                # It may end with any of them.
+                if had + taken.get(seq, 0) < seq.output_tokens:
+                    taken[seq] = taken.get(seq, 0) + 1
+                    self._hear(seq, token, rows[0][2])
+            drafts.draft(seq, self.tokens.of(seq))
+            if self._caches_prefixes and rows[0][2]:
+                self.memory.placement.prefixes.computed([(seq, known, len(self.tokens.of(seq)) - 1)])
+        plan.taken = {seq: taken[seq] for seq in plan.decodes}
 
     def _restore(self, copy: StateRestore) -> None:
         """Bring KV back from states, as far as there is memory."""
@@ -229,6 +276,8 @@ class TorchDevice:
 
     def forget(self, seq: Sequence) -> None:
         self.tokens.forget(seq)
+        if self._drafts is not None:
+            self._drafts.forget(seq)
 
     def warm_up(self) -> None:
         """Run every kernel that serving may reach, on free blocks, and capture graphs: set-up delays no request."""

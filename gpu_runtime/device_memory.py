@@ -25,6 +25,8 @@ from sim.kv.hybrid import HybridMemory
 from sim.kv.memory import Memory
 from sim.kv.states import StateMemory
 from sim.kv.windowed import WindowedMemory
+from sim.parts.base import Stage
+from sim.parts.stage.speculative import Speculative
 from sim.specs.kv_format import like_groups
 from sim.systems.ellm.first_layers import FirstLayersAgain
 from sim.systems.hcache.saved_states import SavedStates, TieredStates
@@ -61,6 +63,15 @@ def check_executable(memory: Memory) -> None:
         raise UserError(reason)
 
 
+def check_drafts(stage: Stage) -> None:
+    """UserError for a `--spec-method` whose drafts no device computes."""
+    if isinstance(stage, Speculative) and stage.method != "ngram":
+        raise UserError(
+            f"spec-method={stage.method}: a device computes no second model's drafts: give spec-method=ngram, or "
+            "simulate"
+        )
+
+
 class DeviceMemory:
     """As many blocks as a scheduler counts, of as many layers as its memory's blocks have.
 
@@ -75,7 +86,7 @@ class DeviceMemory:
 
     Raises:
         ValueError: the scheduler's layer groups do not divide the decoder's layers evenly.
-        UserError: a memory whose plans cannot be executed.
+        UserError: a memory whose plans cannot be executed; drafts that are not computed.
     """
 
     def __init__(
@@ -94,8 +105,9 @@ class DeviceMemory:
         """Whose KV is lost or could not be computed, and why."""
         config, memory, stage = decoder.config, scheduler.memory, scheduler.stage
         check_executable(memory)
-        if stage.drafts:
-            raise UserError(f"stage={stage.name} drafts tokens, which no device does yet: simulate it")
+        check_drafts(stage)
+        if isinstance(stage, Speculative):
+            stage.acceptance = None
         block_tokens, window = scheduler.limits.block_size, scheduler.limits.window
         self.has_windows = isinstance(memory, HybridMemory)
         """Whether layers with a window give back blocks that have left it."""

@@ -52,6 +52,8 @@ class LayerPass:
         self.members: list[Member] = []
         self._token_ids: list[int] = []
         self._sampled: list[int] = []
+        # The members whose rows give tokens, and how far before its last each of these rows stands.
+        self._rows_back: list[int] = []
         self._moving: list[Member] = []
         self._borrowed: list[list[int]] = []
         self._only_decodes = True
@@ -72,7 +74,7 @@ class LayerPass:
     @property
     def sampled_positions(self) -> list[int]:
         """Where those tokens stand in their sequences."""
-        return [self.members[i].span[2] for i in self._sampled]
+        return [self.members[i].span[2] - back for i, back in zip(self._sampled, self._rows_back, strict=True)]
 
     @property
     def num_loaded(self) -> int:
@@ -84,6 +86,7 @@ class LayerPass:
         self._only_decodes = False
         if cached + num_new == seq.num_tokens:
             self._sampled.append(len(self.members))
+            self._rows_back.append(0)
         self._token_ids += tokens[cached : cached + num_new]
         self._add(seq, num_new, cached, self._placement.held[seq].slots)
 
@@ -104,10 +107,19 @@ class LayerPass:
         slots = [self._scratch.allocate(blocks) for _ in range(num_slots)]
         self._borrowed += slots
         self._sampled.append(len(self.members))
+        self._rows_back.append(0)
         self._token_ids += tokens[cached:num_tokens]
         if self.late is not None and self.late.take(len(self._token_ids), seq):
             self._token_ids.append(0)
         self._add(seq, num_new, cached, slots)
+
+    def add_drafts(self, drafts: abc.Sequence[int]) -> None:
+        """Verify these behind the decode that was added last: each of its rows gives a token."""
+        self._only_decodes = False
+        self._token_ids += drafts
+        self.members[-1].num_new += len(drafts)
+        self._sampled += [len(self.members) - 1] * len(drafts)
+        self._rows_back[-1:] = range(len(drafts), -1, -1)
 
     def _add(self, seq: Sequence, num_new: int, cached: int, slots: list[list[int]]) -> None:
         held = self._placement.held[seq]
@@ -139,6 +151,8 @@ class LayerPass:
         if self.late is not None:
             self.late.fill(token_ids)
         rows = batch.last_rows[to_device(self._sampled, device)] if self._sampled else None
+        if rows is not None and any(self._rows_back):
+            rows = rows - to_device(self._rows_back, device)
         if pieces is not None and pieces.fits(len(token_ids)) and not (self._moving or self._loads):
             return scored(pieces.forward(token_ids, batch, pool, rows))
         logits = decoder.forward(

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from gpu_runtime.device_memory import check_executable, scratch_blocks
+from gpu_runtime.device_memory import check_drafts, check_executable, scratch_blocks
 from gpu_runtime.kv.copy_engine import STAGING_BYTES
 from gpu_runtime.model.capture_sizes import LARGEST_CAPTURE, capture_sizes, piece_sizes
 from gpu_runtime.model.config import DecoderConfig
@@ -24,7 +24,8 @@ from sim.engine.limits import Limits
 from sim.errors import UserError
 from sim.kv.offload_options import OffloadOptions
 from sim.options.scenario import Scenario
-from sim.parts.catalogue import MEMORIES, STAGES
+from sim.parts.catalogue import MEMORIES
+from sim.parts.stage.speculative import Speculative
 from sim.run.prepare import GIB, prepare
 from sim.run.runs import Recording, build_engine
 from sim.systems.base import Policy
@@ -67,20 +68,20 @@ def check_weights(config: DecoderConfig, dtype: torch.dtype, device: str) -> Non
         )
 
 
-def working_bytes(config: DecoderConfig, dtype: torch.dtype, limits: Limits, *, graphs: bool) -> int:
+def working_bytes(config: DecoderConfig, dtype: torch.dtype, limits: Limits, *, graphs: bool, drafts: int = 0) -> int:
     """Bytes that one iteration computes with beside weights and pools, at most.
 
     `graphs` keep as much for decodes, and hidden states and logits that all of them write to; those of pieces what lies
     between them.
 
     A token has its residual, a layer's input and output, and the MLP's gate, up and product or the queries, keys,
-    values and what attention gives, whichever is more; a sequence has logits; and one sequence's keys and values of a
-    layer are gathered (`torch_attention`).
+    values and what attention gives, whichever is more; a sequence has logits, of its `drafts` as well; and one
+    sequence's keys and values of a layer are gathered (`torch_attention`).
     """
     # A token's experts are taken one after the other.
     width = config.intermediate_size if config.experts is None else config.experts.width
     token = 3 * config.hidden_size + max(3 * width, 2 * config.q_size + 2 * config.kv_size)
-    rows = min(limits.max_num_seqs, limits.max_num_batched_tokens)
+    rows = min(limits.max_num_seqs * (1 + drafts), limits.max_num_batched_tokens)
     elements = limits.max_num_batched_tokens * token + rows * config.vocab_size
     elements += 2 * limits.max_model_len * config.kv_size
     if graphs:
@@ -122,18 +123,15 @@ def fit_to_machine(scenario: Scenario, policy: Policy, device: str, decoder: Dec
     memory = policy.names["memory"]
     if not MEMORIES[memory].runs_live:
         raise UserError(f"--policy {policy.name}: runs on a device cannot have memory={memory} yet: simulate it")
-    if STAGES[policy.names["stage"]].drafts:
-        raise UserError(
-            "spec-method: runs on a device draft no tokens yet, and what is accepted is drawn in simulations: leave it "
-            f"out, or simulate {policy.name}"
-        )
     if options_among((policy, *policy.mixed_options), OffloadOptions).offloads:
         raise UserError("--kv-offloading-size: runs on a device keep no prefixes on the host yet; leave it out")
     setup = prepare(scenario, "", policy)
     scheduler = build_engine(setup, None, Recording()).scheduler
     check_executable(scheduler.memory)
+    check_drafts(scheduler.stage)
     limits, cuda = setup.limits, device == "cuda"
-    working = 0 if decoder is None else working_bytes(decoder.config, decoder.dtype, limits, graphs=cuda)
+    drafts = scheduler.stage.num_tokens if isinstance(scheduler.stage, Speculative) else 0
+    working = 0 if decoder is None else working_bytes(decoder.config, decoder.dtype, limits, graphs=cuda, drafts=drafts)
     groups = scheduler.memory.num_groups
     if decoder is not None and decoder.kernels.one_table and groups > 1:
         raise UserError(

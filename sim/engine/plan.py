@@ -128,7 +128,8 @@ class IterationPlan:
         """Where tokens are drafted: how many of each sequence are verified beside the one that is fed. A sequence among
         `chunks` may have some, too, which are there to make rows alike and are never accepted."""
         self.taken: Mapping[Sequence, int] | None = None
-        """And how many tokens each of `decodes` has of this iteration: those accepted, and one sampled behind them."""
+        """And how many tokens each of `decodes` has of this iteration: those accepted, and one sampled behind them. As
+        drawn; a device puts it right when it has computed."""
         self.decode_shared_tokens = 0
         """Of `decode_context_tokens`, those read together with another decode's: each sharer's but the first."""
         self.max_steps = 1

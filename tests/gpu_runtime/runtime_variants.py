@@ -22,6 +22,7 @@ VARIANTS = [
     "layerkv:batching=sarathi",
     "fastserve:memory=reserved",
     "hcache:keeps=turns",
+    "vllm-v1:spec-method=ngram,spec-tokens=3,acceptance-rate=0.5",
     "adaptive:ttft-slo-ms=300,tpot-slo-ms=30",
 ]
 TIERED = ["cachedattention:disk-space=0", "vllm-v1:memory=tiered", "sarathi:memory=tiered"]
