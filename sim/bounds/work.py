@@ -159,15 +159,15 @@ def _attention_s(cached: Ints, new: Ints, cost: CostModel) -> Floats:
     """Prompts' attention by itself, s; forms that have none price none."""
     if not isinstance(cost, RooflineCost):
         return np.zeros(len(new))
-    pairs = np.zeros(len(new))
+    pairs, all_pairs = np.zeros(len(new)), _sum_to(cached + new) - _sum_to(cached)
     for layers in cost.kv.layers:
         if layers.last_token_only:
             pairs += layers.num_layers * (cached + new)
         elif (window := layers.prompt_window) is not None:
             pairs += layers.num_layers * (_window_to(cached + new, window) - _window_to(cached, window))
         else:
-            pairs += layers.num_layers * (_sum_to(cached + new) - _sum_to(cached))
-    return cost.attention_s_per_pair / cost.attention_layers * pairs
+            pairs += layers.num_layers * all_pairs
+    return cost.attention_s_per_pair / cost.attention_layers * pairs + cost.index_s_per_pair * all_pairs
 
 
 def paced(work: Work, prices: list[LinearPrice], limits: Limits, allowed_s: Floats) -> tuple[Floats, Floats]:

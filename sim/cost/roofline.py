@@ -114,8 +114,10 @@ class RooflineCost(CostModel):
         self.elementwise_s_per_token = model.elementwise_bytes_per_token(tp) / value("elementwise_bytes_per_s")
         self.attention_s_per_pair = model.attention_flops_per_token_pair / (tp * value("attention_flops_per_s"))
         self.latents = latent_price(model, profile, tp)
+        self.index_s_per_pair = 0.0
         if self.latents:
             self.attention_s_per_pair = self.latents.prefill_s_per_pair
+            self.index_s_per_pair = self.latents.index_s_per_pair
             self.added_s_per_token += self.latents.joined_s_per_token
         self._set_kv(model, model.kv_format(tp), profile)
         self._set_tiles(model, hardware, profile, tp)
@@ -195,22 +197,30 @@ class RooflineCost(CostModel):
         if self.latents:
             compute_s = self.latents.decode_s_per_token_read
             self.kv_layer_overhead_s = self.latents.launch_s
-        elif not timed:
+        if not timed:
             compute_s += kv.dequantize_ops_per_token_read / (VECTOR_SHARE * profile.value("flops_per_s"))
 
-        def read_s(layers: float) -> float:
+        def read_s(layers: float, computed_s: float) -> float:
             seconds = kv.token_layer_bytes * layers / bandwidth
-            return ridge(compute_s * layers, seconds, self.exponent) if compute_s and layers else seconds
+            return ridge(computed_s, seconds, self.exponent) if computed_s else seconds
 
-        self.full_s_per_token, self.window_s_per_token = read_s(kv.context_reads), read_s(kv.num_window_readers)
         # What several decodes read together is read once and computed for each. Windows are not shared.
-        full_share = kv.context_reads / self.attention_layers
-        computed_s = max(self.attention_s_per_pair * full_share, compute_s * kv.context_reads)
+        computed_s, full_share = compute_s * kv.context_reads, kv.context_reads / self.attention_layers
+        if self.index_s_per_pair:
+            # Of all tokens that are not attended to their keys are read.
+            computed_s, full_share = self.index_s_per_pair, 0.0
+        self.full_s_per_token = read_s(kv.context_reads, computed_s)
+        self.window_s_per_token = read_s(kv.num_window_readers, compute_s * kv.num_window_readers)
+        computed_s = max(self.attention_s_per_pair * full_share, computed_s)
         self.unread_s_per_token = max(0.0, self.full_s_per_token - computed_s)
+        padding = self.latents.padding_tokens if self.latents else profile.value(f"{kind}_padding_tokens")
+        self.kv_padding_s = padding * (self.full_s_per_token + self.window_s_per_token)
+        if model.indexer and kv.dequantize_ops_per_token_read:
+            # Whatever the context is, FlashMLA's kernel for quantised latents takes as many tokens.
+            self.kv_padding_s += model.indexer.top_k * self.window_s_per_token
+            self.window_s_per_token = 0.0
         # Where nothing says what is in the windows, as if they held everything.
         self.decode_s_per_context_token = self.full_s_per_token + self.window_s_per_token
-        padding = self.latents.padding_tokens if self.latents else profile.value(f"{kind}_padding_tokens")
-        self.kv_padding_s = padding * self.decode_s_per_context_token
         self.is_uniform = kv.is_dense and not self.last_token_share
 
     def _set_tiles(self, model: ModelSpec, hardware: HardwareSpec, profile: Profile, tp: int) -> None:
@@ -304,15 +314,15 @@ class RooflineCost(CostModel):
 
     def _attention_s(self, cached: int, num_new: int, is_sampled: bool) -> float:
         """Attention of all layers over `num_new` prompt tokens after `cached` ones, s."""
-        pairs = 0
+        pairs, all_pairs = 0, num_new * cached + num_new * (num_new + 1) // 2
         for layers in self.kv.layers:
             if layers.last_token_only:
                 pairs += layers.num_layers * (cached + num_new) * is_sampled
             elif layers.prompt_window is not None:
                 pairs += layers.num_layers * window_pairs(cached, num_new, layers.prompt_window)
             else:
-                pairs += layers.num_layers * (num_new * cached + num_new * (num_new + 1) // 2)
-        return self.attention_s_per_pair / self.attention_layers * pairs
+                pairs += layers.num_layers * all_pairs
+        return self.attention_s_per_pair / self.attention_layers * pairs + self.index_s_per_pair * all_pairs
 
     def _tiled_s(self, plan: IterationPlan, num_decodes: int, read_s: float) -> float:
         """Attention of prompts, and of decodes that would read for `read_s` by themselves, in one kernel, s."""

@@ -39,6 +39,8 @@ QUANTIZATIONS = {"fp8": "fp8", "modelopt_fp4": "nvfp4"}
 """vLLM's `--quantization`, and the format of weights that it is."""
 LEAST_FP8 = 7.5
 """Compute capability of the oldest GPUs that vLLM has kernels for, which unpack FP8 weights to 16 bits."""
+HOPPER = 9.0
+"""Likewise for an indexer; and the only one whose kernels of it `sim.cost.latents` is near."""
 DTYPE_BYTES = {"half": 2.0, "float16": 2.0, "bfloat16": 2.0, "float32": 4.0}
 
 
@@ -178,17 +180,22 @@ def _prepare(asked_for: Scenario, scenario: Scenario, label: str, policy: Policy
 
 def _check_sparse(sparse: "SparseAttention", scenario: Scenario, profile: Profile, policy: Policy) -> None:
     """UserError where prices do not know what is read, or memory cannot forget what is not."""
-    form = scenario.cost_form or profile.form
-    if form in ("paper", "table"):
-        raise UserError(
-            f"--sparse-attention {sparse.name}: prices of form {form} are those of the whole context; take a profile "
-            "of form roofline, or --cost-form roofline"
-        )
+    _check_form(f"--sparse-attention {sparse.name}", scenario, profile)
     names = policy.names
     if sparse.forgets and not _has_rings(names):
         raise UserError(
             f"--sparse-attention {sparse.name}: memory={names['memory']} with eviction={names['eviction']} keeps the "
             "whole context; take vllm-recompute, vllm-swap, sarathi, fastgen or vllm-v1"
+        )
+
+
+def _check_form(asked: str, scenario: Scenario, profile: Profile) -> None:
+    """UserError where prices are those of attention to everything."""
+    form = scenario.cost_form or profile.form
+    if form in ("paper", "table"):
+        raise UserError(
+            f"{asked}: prices of form {form} are those of the whole context; take a profile of form roofline, or "
+            "--cost-form roofline"
         )
 
 
@@ -264,6 +271,13 @@ def _model(scenario: Scenario, hardware: HardwareSpec, profile: Profile, warning
             f"--gpu {hardware.name}: vLLM has no kernels for FP8 weights on compute capability {capability}, below "
             f"{LEAST_FP8}; take a newer GPU, or the model in 16 bits"
         )
+    if model.indexer:
+        _check_form(f"--model {model.name}", scenario, profile)
+        if capability is not None and capability < HOPPER:
+            raise UserError(
+                f"--gpu {hardware.name}: vLLM has no kernels for the indexer of {model.name} on compute capability "
+                f"{capability}, below {HOPPER}; take a newer GPU, or a model without index_topk"
+            )
     if scenario.kv_cache_dtype != "auto":
         model = model.with_kv_dtype(kv_dtype(scenario.kv_cache_dtype, hardware))
         if profile.form == "linear":
@@ -272,6 +286,11 @@ def _model(scenario: Scenario, hardware: HardwareSpec, profile: Profile, warning
             )
     if (scenario.cost_form or profile.form) != "roofline":
         return model
+    if model.indexer and capability != HOPPER:
+        warnings.append(
+            f"attention of {model.name} has prices of Hopper's kernels: vLLM's took a quarter longer on B200 "
+            "(docs/sparse-attention.md)"
+        )
     warnings += _product_warnings(model, hardware, profile)
     if model.moe and profile.experts(model.expert_quantization) is None:
         warnings.append(

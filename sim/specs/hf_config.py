@@ -11,7 +11,7 @@ from typing import Any
 from sim.errors import UserError
 from sim.specs.gated_delta_net import GatedDeltaNetSpec
 from sim.specs.hf_families import FAMILIES, REFUSED, WRAPPERS, Family
-from sim.specs.hf_fields import Fields
+from sim.specs.hf_fields import INDEXER, KNOWN_SHAPES, Fields
 from sim.specs.hf_layers import gdn_layers, read_gdn, read_kv_layers, read_mla, read_moe
 from sim.specs.json_file import read_json_object
 from sim.specs.model_spec import MlaSpec, ModelSpec, MoeSpec
@@ -41,7 +41,7 @@ def read_hf_config(path: Path | str, name: str | None = None) -> ModelSpec:
     if outer.get("model_type") == "bloom":
         outer = _bloom(outer)
     fields, family = _language_model(outer, path)
-    fields.refuse_unknown()
+    fields.refuse_unknown(KNOWN_SHAPES | INDEXER if family.indexer else KNOWN_SHAPES)
     return _spec(fields, family, Quantization(_quantization(outer, fields, path), path), name or _name(path))
 
 
@@ -112,7 +112,7 @@ def _name(path: Path) -> str:
 def _spec(fields: Fields, family: Family, quantization: Quantization, name: str) -> ModelSpec:
     kind, layers, hidden = fields.get("model_type"), fields.count("num_hidden_layers"), fields.count("hidden_size")
     heads = fields.count("num_attention_heads")
-    mla = read_mla(fields) if family.mla else None
+    mla = read_mla(fields, family)
     kv_heads = heads if mla else fields.count("num_key_value_heads", default=heads)
     head_dim = _head_dim(fields, hidden, heads, mla)
     if heads % kv_heads:
@@ -201,7 +201,7 @@ def _bias(fields: Fields, rule: object) -> bool:
 
 
 def _norms(family: Family, hidden: int, heads: int, kv_heads: int, head_dim: int, mla: MlaSpec | None) -> int:
-    """Elements of the norms of one layer, and of its sinks."""
+    """Elements of the norms of one layer, of its sinks, and of its indexer what is never quantised."""
     total = family.norms * hidden * (2 if family.layer_norm else 1) + (heads if family.sinks else 0)
     if family.qk_norm == "head":
         total += 2 * head_dim
@@ -209,6 +209,8 @@ def _norms(family: Family, hidden: int, heads: int, kv_heads: int, head_dim: int
         total += (heads + kv_heads) * head_dim
     if mla:
         total += mla.kv_lora_rank + (mla.q_lora_rank or 0)
+        if mla.indexer:
+            total += mla.indexer.other_params(hidden)
     return total
 
 
@@ -238,6 +240,8 @@ def _attention(
             sizes |= {"q_a_proj": hidden * mla.q_lora_rank, "q_b_proj": mla.q_lora_rank * heads * head_dim}
         else:
             sizes["q_proj"] = hidden * heads * head_dim
+        if mla.indexer:
+            sizes |= mla.indexer.projections(hidden, mla.q_lora_rank or 0)
     return [(f"model.layers.{i}.self_attn.{name}", size) for i in layers for name, size in sizes.items()]
 
 

@@ -20,6 +20,7 @@ class Family(msgspec.Struct, frozen=True):
         sinks: a learned logit for each query head in the softmax of attention, which takes no KV.
         expert_bias: biases on the projections of routed experts.
         gdn: layers that are not full attention keep the state of Gated DeltaNet.
+        indexer: latent attention to the tokens that an indexer chooses.
     """
 
     qkv_bias: bool | Literal["config"] = "config"
@@ -37,6 +38,7 @@ class Family(msgspec.Struct, frozen=True):
     sinks: bool = False
     expert_bias: bool = False
     gdn: bool = False
+    indexer: bool = False
 
 
 QWEN3 = Family(qk_norm="head", sliding_by_default=False)
@@ -69,6 +71,8 @@ FAMILIES: dict[str, Family] = {
     "gpt_oss": Family(moe="mixtral", router_bias=True, sinks=True, expert_bias=True),
     "deepseek_v2": Family(mla=True, moe="fine"),
     "deepseek_v3": Family(mla=True, moe="fine", router_bias=True),
+    "deepseek_v32": Family(mla=True, moe="fine", router_bias=True, indexer=True),
+    "glm_moe_dsa": Family(mla=True, moe="fine", router_bias=True, indexer=True),
     "kimi_k2": Family(mla=True, moe="fine", router_bias=True),
 }
 
@@ -95,8 +99,6 @@ REFUSED: dict[str, str] = {
     "rwkv": _LINEAR,
     "minimax": _LINEAR,
     "recurrent_gemma": _LINEAR,
-    "deepseek_v32": _SPARSE,
-    "glm_moe_dsa": _SPARSE,
     "minimax_m3": _SPARSE,
     "minimax_m3_vl": _SPARSE,
     "deepseek_v4": "its KV is compressed at a different ratio in each layer",

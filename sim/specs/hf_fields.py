@@ -26,6 +26,8 @@ _KNOWN_SHAPES = (
 )
 KNOWN_SHAPES = frozenset(_KNOWN_SHAPES.split())
 """Fields that the reader takes into account."""
+INDEXER = frozenset(("index_head_dim", "index_n_heads", "index_topk", "indexer_rope_interleave"))
+"""Likewise where the family has an indexer."""
 
 _HARMLESS = (
     "apply_residual_connection_post_layernorm attention_softmax_in_fp32 skip_bias_add_qkv "
@@ -97,10 +99,10 @@ class Fields:
         value = repr(self._config.get(field))
         return UserError(f"{self.path}: field {field} = {value if len(value) <= 60 else value[:57] + '...'} {reason}")
 
-    def refuse_unknown(self) -> None:
-        """UserError for the first field that speaks of shapes, is set and is unknown here."""
+    def refuse_unknown(self, known: frozenset[str]) -> None:
+        """UserError for the first field that speaks of shapes, is set and is neither `known` nor harmless."""
         for field, value in self._config.items():
             # 0 == False, so numeric zeros are empty too.
-            empty = value in (None, False, [], {}, "") or field in KNOWN_SHAPES or field in HARMLESS
+            empty = value in (None, False, [], {}, "") or field in known or field in HARMLESS
             if not empty and SHAPE_WORDS.search(field) and not isinstance(value, float):
                 raise self.error(field, "is not understood and may change the KV: drop it only if it does not")

@@ -4,6 +4,7 @@ from sim.errors import UserError
 from sim.specs.gated_delta_net import GatedDeltaNetSpec
 from sim.specs.hf_families import Family
 from sim.specs.hf_fields import Fields
+from sim.specs.indexer import IndexerSpec
 from sim.specs.kv_format import KVLayers
 from sim.specs.model_spec import MlaSpec, MoeSpec
 
@@ -11,8 +12,10 @@ EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_nu
 EXPERTS_PER_TOKEN = ("num_experts_per_tok", "experts_per_token", "num_experts_per_token", "moe_topk")
 
 
-def read_mla(fields: Fields) -> MlaSpec:
-    """Multi-head latent attention as DeepSeek V2 and V3 name its ranks."""
+def read_mla(fields: Fields, family: Family) -> MlaSpec | None:
+    """Multi-head latent attention as DeepSeek V2, V3 and V3.2 name its ranks; None where a model has none."""
+    if not family.mla:
+        return None
     if fields.flag("attention_bias", default=False):
         raise fields.error("attention_bias", "cannot be sized with latent attention: expected false")
     return MlaSpec(
@@ -21,6 +24,17 @@ def read_mla(fields: Fields) -> MlaSpec:
         qk_nope_head_dim=fields.count("qk_nope_head_dim"),
         qk_rope_head_dim=fields.count("qk_rope_head_dim"),
         v_head_dim=fields.count("v_head_dim"),
+        indexer=_indexer(fields) if family.indexer else None,
+    )
+
+
+def _indexer(fields: Fields) -> IndexerSpec:
+    """The indexer of every layer, which asks with the latents of queries."""
+    fields.count("q_lora_rank")
+    return IndexerSpec(
+        num_heads=fields.count("index_n_heads"),
+        head_dim=fields.count("index_head_dim"),
+        top_k=fields.count("index_topk"),
     )
 
 

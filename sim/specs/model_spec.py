@@ -8,6 +8,7 @@ import msgspec
 
 from sim.errors import UserError
 from sim.specs.gated_delta_net import GatedDeltaNetSpec
+from sim.specs.indexer import DEQUANTIZE_OPS, IndexerSpec, scaled_bytes
 from sim.specs.kv_format import KVDtype, KVFormat, KVLayers
 from sim.specs.quantization import FORMATS, PRODUCT_FORMATS
 
@@ -30,6 +31,13 @@ class MlaSpec(msgspec.Struct, frozen=True, kw_only=True):
     v_head_dim: int
     q_lora_rank: int | None = None
     """Width of the query's low-rank bottleneck; None: queries are projected directly."""
+    indexer: IndexerSpec | None = None
+    """What chooses the tokens that are attended to; None: all are."""
+
+    @property
+    def latent_dim(self) -> int:
+        """Elements that are kept of a token."""
+        return self.kv_lora_rank + self.qk_rope_head_dim
 
 
 class MoeSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -75,7 +83,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     output_bias: bool = False
     mlp_bias: bool = False
     norm_params_per_layer: int = 0
-    """Elements of all norms of a layer that attends, those on queries and keys included, and of attention sinks."""
+    """Elements of all norms of a layer that attends, those on queries and keys included, of attention sinks, and of the
+    indexer what is never quantised."""
     final_norm_params: int = 0
     position_rows: int = 0
     """Rows of a learned table of positions; 0: rotary or none."""
@@ -120,18 +129,30 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
                 f"--kv-cache-dtype {dtype.name}: {self.name} keeps latents, which no engine stores in groups: "
                 "use auto or an fp8 type"
             )
-        return msgspec.structs.replace(
-            self,
-            kv_dtype_bytes=dtype.bytes_per_element(self.head_dim),
-            kv_dequantize_ops=float(dtype.dequantize_ops),
-        )
+        element_bytes, dequantize_ops = dtype.bytes_per_element(self.head_dim), float(dtype.dequantize_ops)
+        if self.indexer and self.mla and dtype.bits == 8:
+            # With scales, and the rotary key in 16 bits.
+            latent_bytes = scaled_bytes(self.mla.kv_lora_rank) + self.mla.qk_rope_head_dim * HIDDEN_STATE_BYTES
+            element_bytes, dequantize_ops = (n / self.mla.latent_dim for n in (latent_bytes, DEQUANTIZE_OPS))
+        return msgspec.structs.replace(self, kv_dtype_bytes=element_bytes, kv_dequantize_ops=dequantize_ops)
 
     # -- layers that differ in their KV -------------------------------------------------------------------------------
 
     @property
     def kv_classes(self) -> tuple[KVLayers, ...]:
         """Classes of layers by their KV; one of all layers where none differ."""
-        return self.kv_layers or (KVLayers(num_layers=self.num_attention_layers, num_stored=self.num_attention_layers),)
+        if self.kv_layers:
+            return self.kv_layers
+        layers = KVLayers(num_layers=self.num_attention_layers, num_stored=self.num_attention_layers)
+        if self.indexer:
+            share = self.indexer.token_bytes / self.kv_bytes_per_token_layer()
+            layers = msgspec.structs.replace(layers, window=self.indexer.top_k, keeps_all=True, index_share=share)
+        return (layers,)
+
+    @property
+    def indexer(self) -> IndexerSpec | None:
+        """What chooses the tokens that are attended to; None: all are."""
+        return self.mla.indexer if self.mla else None
 
     @property
     def num_attention_layers(self) -> int:
@@ -174,7 +195,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         """
         if self.mla is None:
             return 0.0
-        return 2.0 * self.num_heads * (2 * self.mla.kv_lora_rank + self.mla.qk_rope_head_dim)
+        return 2.0 * self.num_heads * (self.mla.kv_lora_rank + self.mla.latent_dim)
 
     def latent_flops_per_token_read(self, tp: int = 1) -> float:
         """FLOPs of a decode's kernel per GPU, layer and token read; heads are taken in tiles of `LATENT_TILE_HEADS`.
@@ -187,7 +208,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         """Bytes per GPU and layer of one token's queries, of latent width, read and written; 0 of others."""
         if self.mla is None:
             return 0.0
-        return 2.0 * self.num_heads / tp * (self.mla.kv_lora_rank + self.mla.qk_rope_head_dim) * self.dtype_bytes
+        return 2.0 * self.num_heads / tp * self.mla.latent_dim * self.dtype_bytes
 
     # -- routed experts, where they are priced apart -------------------------------------------------------------------
 
@@ -304,10 +325,12 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def _attention_latent_weights(self) -> int:
-        """Elements every GPU holds: MLA's projections into the latents."""
+        """Elements every GPU holds: MLA's projections into the latents, and the indexer's."""
         if self.mla is None:
             return 0
-        return self.hidden_size * (self.mla.kv_lora_rank + self.mla.qk_rope_head_dim + (self.mla.q_lora_rank or 0))
+        q_lora_rank = self.mla.q_lora_rank or 0
+        indexer = self.indexer.projections(self.hidden_size, q_lora_rank) if self.indexer else {}
+        return self.hidden_size * (self.mla.latent_dim + q_lora_rank) + sum(indexer.values())
 
     @property
     def _attention_biases(self) -> int:
@@ -393,7 +416,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         """Elements per GPU of one token's KV in one layer."""
         self.check_tp(tp)
         if self.mla:
-            return self.mla.kv_lora_rank + self.mla.qk_rope_head_dim
+            return self.mla.latent_dim
         return 2 * max(1, self.num_kv_heads // tp) * self.head_dim
 
     def kv_bytes_per_token_layer(self, tp: int = 1) -> float:
@@ -489,7 +512,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         self.check_tp(tp)
         heads = self.num_heads / tp
         if self.mla:
-            kv = rotated = self.mla.kv_lora_rank + self.mla.qk_rope_head_dim
+            kv = rotated = self.mla.latent_dim
             rotated += heads * self.mla.qk_rope_head_dim
         else:
             kv = self.kv_elements_per_token_layer(tp)
@@ -540,6 +563,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
             return ((3 if self.output_gate else 2) * n + 2 * max(1, self.num_kv_heads // tp)) * self.head_dim
         m = self.mla
         latents = 2 * (m.kv_lora_rank + (m.q_lora_rank or 0)) + m.qk_rope_head_dim
+        latents += m.indexer.width if m.indexer else 0
         return latents + n * (m.qk_nope_head_dim + m.qk_rope_head_dim) + n * (m.qk_nope_head_dim + 2 * m.v_head_dim)
 
     @property
@@ -609,7 +633,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     def kv_projection_flops_per_token_layer(self) -> float:
         """FLOPs that make K and V of one token from one layer's hidden state, 4 h n_kv d: hidden-state restoration."""
         if self.mla:
-            return 2.0 * self.hidden_size * (self.mla.kv_lora_rank + self.mla.qk_rope_head_dim)
+            return 2.0 * self.hidden_size * self.mla.latent_dim
         return 2.0 * self._attention_kv_weights
 
     @property

@@ -12,6 +12,7 @@ BUILT_IN = Path(__file__).parent / "models"
 HUB_IDS = {
     "deepseek-v2-lite": ("deepseek-ai/DeepSeek-V2-Lite",),
     "deepseek-v3": ("deepseek-ai/DeepSeek-V3",),
+    "deepseek-v3.2": ("deepseek-ai/DeepSeek-V3.2", "deepseek-ai/DeepSeek-V3.2-Exp"),
     "gemma-2-9b": ("google/gemma-2-9b-it", "google/gemma-2-9b"),
     "gemma-3-27b": ("google/gemma-3-27b-it", "google/gemma-3-27b-pt"),
     "gpt-oss-20b": ("openai/gpt-oss-20b",),

@@ -335,7 +335,7 @@ REFUSED = [
     ({"model_type": "nemotron_h"}, ["model_type", "'nemotron_h'", "Mamba"]),
     ({"model_type": "t5"}, ["model_type", "encoder-decoder"]),
     ({"model_type": "gemma3n_text"}, ["layers share KV"]),
-    ({"model_type": "deepseek_v32"}, ["model_type", "second cache"]),
+    ({"model_type": "minimax_m3"}, ["model_type", "second cache"]),
     ({"model_type": "brand_new"}, ["model_type", "'brand_new'", "known:", "llama"]),
     ({"is_encoder_decoder": True}, ["is_encoder_decoder"]),
     ({"model_type": "other_vl", "text_config": LLAMA}, ["model_type", "'other_vl'", "text_config"]),

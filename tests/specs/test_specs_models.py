@@ -32,6 +32,7 @@ PARAMETERS = {
     "minimax-m2.5": 228_689_764_864,  # its checkpoint counts 13.9 million scales beside
     "minimax-m2.5-nvfp4": 228_689_764_864,
     "deepseek-v3": 671_026_419_200,
+    "deepseek-v3.2": 671_877_944_064,  # DeepSeek V3's, and an indexer of 13,959,424 weights a layer
     "kimi-k2.5": 1_026_408_232_448,
     "qwen3.5-35b-a3b": 34_660_610_688,  # the language model of transformers, without vision and token prediction
 }
