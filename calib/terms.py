@@ -133,7 +133,8 @@ def _row(sample: Sample, model: ModelSpec) -> tuple[float, ...]:
     if sample.op == "elementwise":
         return (*[0.0] * 5, elementwise, *NO_ATTENTION, *head, 0.0, 1.0, 0.0, float(layers), 0.0, 0.0, 0.0)
     if (model.kv_layers or model.gdn or model.indexer) and sample.op != "linear":
-        raise UserError(f"model {model.name}: samples cannot be priced: layers differ in their KV, or select of it; time another model")
+        what = "layers differ in their KV, or select of it"
+        raise UserError(f"model {model.name}: samples cannot be priced: {what}; time another model")
     if model.mla and (sample.is_decode or sample.decodes):
         raise UserError(f"model {model.name}: decodes over latents cannot be priced: they compute as well as read")
     is_whole = sample.op not in ("products", "linear")
