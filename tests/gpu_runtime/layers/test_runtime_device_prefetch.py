@@ -14,7 +14,7 @@ from gpu_runtime.kv.copy_engine import CopyEngine
 from gpu_runtime.kv.pool import KVPool
 from gpu_runtime.kv.replay.held import Held
 from gpu_runtime.kv.replay.placement import Placement
-from gpu_runtime.layers.layer_pass import LayerPass
+from gpu_runtime.layers.layer_pass import Graphs, LayerPass
 from gpu_runtime.layers.pass_members import BlockTables
 from gpu_runtime.model.decoder import DecoderLayer
 from kvtwin.testing import live, requests
@@ -38,7 +38,7 @@ class Watched:
 
     def __init__(self, monkeypatch, *, inline):
         self.events = ""
-        copy_blocks, layer = CopyEngine.copy_blocks, DecoderLayer.compute
+        copy_blocks, layer = CopyEngine.copy_blocks, DecoderLayer.attend
 
         def copying(engine, src_pool, src_ids, dst_pool, dst_ids, direction):
             self.events += "i" if direction is Direction.H2D else "o"
@@ -49,7 +49,7 @@ class Watched:
             return layer(*arguments, **named)
 
         monkeypatch.setattr(CopyEngine, "copy_blocks", copying)
-        monkeypatch.setattr(DecoderLayer, "compute", starting)
+        monkeypatch.setattr(DecoderLayer, "attend", starting)
         self.gpu, self.host = (KVPool(SMALL, 200, 4, 1, "cpu", torch.float32) for _ in range(2))
         self.placement = Placement(self.gpu, self.host, num_groups=4, block_tokens=4)
         self.engine = CopyEngine("cpu", inline=inline)
@@ -69,7 +69,7 @@ class Watched:
 
     def run(self):
         with torch.inference_mode():
-            self.work.run(small_decoder(), self.gpu, BlockTables(self.placement), None)
+            self.work.run(small_decoder(), self.gpu, BlockTables(self.placement), Graphs())
         self.work.abandon()
         self.engine.close()
         assert self.scratch.num_free == 50
@@ -124,7 +124,7 @@ def test_copies_that_take_their_time_change_no_token(slow, chunked, monkeypatch)
 
 def test_slots_of_a_pass_that_broke_off_are_given_back_when_its_copies_have_ended(monkeypatch):
     dice = random.Random(1)
-    copy_now, layer, release = copy_engine.copy_now, DecoderLayer.compute, LayerPass.release
+    copy_now, layer, release = copy_engine.copy_now, DecoderLayer.attend, LayerPass.release
     broken = []
 
     def delayed(*arguments):
@@ -132,7 +132,7 @@ def test_slots_of_a_pass_that_broke_off_are_given_back_when_its_copies_have_ende
         copy_now(*arguments)
 
     def sometimes(self, *rest, **named):
-        if len(rest[2].num_new) > 1 and rest[4] == 1 and dice.random() < 0.3:
+        if len(rest[1].num_new) > 1 and rest[3] == 1 and dice.random() < 0.3:
             raise torch.OutOfMemoryError("tried to allocate too much")
         return layer(self, *rest, **named)
 
@@ -144,7 +144,7 @@ def test_slots_of_a_pass_that_broke_off_are_given_back_when_its_copies_have_ende
         release(self)
 
     monkeypatch.setattr(copy_engine, "copy_now", delayed)
-    monkeypatch.setattr(DecoderLayer, "compute", sometimes)
+    monkeypatch.setattr(DecoderLayer, "attend", sometimes)
     monkeypatch.setattr(LayerPass, "release", checked)
     serve()
     assert set(broken) == {False, True}

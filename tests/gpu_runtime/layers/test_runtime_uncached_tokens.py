@@ -199,14 +199,14 @@ def test_copies_that_fail_end_those_whose_kv_they_carry(monkeypatch):
 
 
 def test_a_pass_that_does_not_fit_is_computed_in_parts(monkeypatch):
-    right = DecoderLayer.compute
+    right = DecoderLayer.attend
 
     def small_memory(self, hidden, *rest, **named):
         if len(hidden) > 60:
             raise torch.OutOfMemoryError("tried to allocate too much")
         return right(self, hidden, *rest, **named)
 
-    monkeypatch.setattr(DecoderLayer, "compute", small_memory)
+    monkeypatch.setattr(DecoderLayer, "attend", small_memory)
     served = serve(monkeypatch, repeat((CONFIGURATIONS[:1], 1.0)))
     assert len(live.check_tokens(served, requests(*GROWING))) == len(GROWING)
 
