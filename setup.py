@@ -16,6 +16,7 @@ from setuptools.command.build_ext import build_ext
 NEEDED = ["mypy==2.4.1", "msgspec>=0.19", "numpy>=1.26", "simpy>=4.1"]
 """The compiler, and packages whose types it reads."""
 HOT = {
+    "sim": "files",
     "sim/engine": "*",
     "sim/kv": "*",
     "sim/kv/index": "*",

@@ -18,7 +18,7 @@ from sim.version import VERSION, is_compiled
 from traces.errors import TraceError
 
 BROKEN_PIPE = 141
-GC_THRESHOLDS = (100_000, 50, 50)
+GC_THRESHOLDS = (1_000_000, 50, 50)
 """A simulation makes many objects and few cycles: looking for garbage after every 700 of them is waste."""
 
 

@@ -2,9 +2,9 @@
 
 import csv
 from collections.abc import Iterator
-from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
+from typing import NamedTuple
 
 from traces import acceptance_rate, slos
 from traces.errors import TraceError
@@ -17,8 +17,7 @@ from traces.stamps import TICKS_PER_S, StampClock
 from traces.tool_calls import FIELD, REMEDY, calls_fit, check_calls, parse_calls
 
 
-@dataclass(frozen=True, slots=True)
-class CsvFormat:
+class CsvFormat(NamedTuple):
     """Which columns hold what. `time` None: the file has lengths only, and every request arrives at 0."""
 
     time: str | None

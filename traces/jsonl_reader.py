@@ -2,9 +2,9 @@
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from itertools import repeat
 from pathlib import Path
+from typing import NamedTuple
 
 from traces import acceptance_rate, slos
 from traces.fields import Where
@@ -15,8 +15,7 @@ from traces.tool_calls import FIELD, calls_fit, calls_of, check_calls
 JsonObject = Mapping[str, object]
 
 
-@dataclass(frozen=True, slots=True)
-class JsonlFormat:
+class JsonlFormat(NamedTuple):
     """Which keys hold what, the unit of the times, and the tokens of a hash block."""
 
     time: str

@@ -10,7 +10,7 @@ A convolution over queries, keys and values runs before. `calib.gdn` fits it.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from sim.cost.profile import Profile
 from sim.errors import UserError
@@ -20,8 +20,7 @@ HEAD_DIM = 128
 """Elements of the heads whose kernels were timed."""
 
 
-@dataclass(frozen=True)
-class DeltaNetPrice:
+class DeltaNetPrice(NamedTuple):
     """Per GPU of a group, of all layers that keep a state.
 
     Attributes:

@@ -17,7 +17,7 @@ F is the rate of other prompts' attention. Top-k and all else that the indexer d
 `INDEXER_TOKEN_S` a token. `docs/sparse-attention.md` has what vLLM's kernels took.
 """
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from sim.cost.profile import Profile
 from sim.errors import UserError
@@ -31,8 +31,7 @@ LEAST_HEADS = 32
 (`MIN_HEADS_FOR_BF16_PREFILL`): with fewer, times are others by factors."""
 
 
-@dataclass(frozen=True)
-class LatentPrice:
+class LatentPrice(NamedTuple):
     """Per GPU of a group.
 
     Attributes:

@@ -11,7 +11,6 @@ from typing import Any, Literal, TypeVar
 
 from sim.errors import UserError
 from sim.options.values import convert, flag, option_fields
-from sim.topology.autoscalers import parse_autoscale
 from traces.workloads import ABOUT, OPTIONS, WORKLOADS, option_help, takers
 
 Options = TypeVar("Options")
@@ -254,6 +253,8 @@ class Scenario:
     def num_engines(self) -> int:
         """Schedulers of the run: data-parallel ranks are engines each; of replicas that are scaled the most at once."""
         if self.autoscale is not None:
+            from sim.topology.autoscalers import parse_autoscale  # noqa: PLC0415 - most runs have one engine
+
             return parse_autoscale(self.autoscale).max
         if self.prefill_replicas is None:
             return (self.replicas or 1) * (self.data_parallel_size or 1)
@@ -399,6 +400,8 @@ REMEMBERING = ("prefix-affinity", "llm-d", "dynamo")
 
 
 def _check_autoscale(scenario: Scenario) -> None:
+    from sim.topology.autoscalers import parse_autoscale  # noqa: PLC0415 - as above
+
     options, first = parse_autoscale(scenario.autoscale or ""), scenario.replicas
     for name in ("prefill_replicas", "pipeline_parallel_size", "data_parallel_size"):
         if getattr(scenario, name) not in (None, 1):

@@ -1,7 +1,7 @@
 """Offered against served: at which rate requests came, and whether the engine kept up until the last of them."""
 
-from dataclasses import dataclass
 from math import sqrt
+from typing import NamedTuple
 
 import numpy as np
 from msgspec import UNSET
@@ -16,8 +16,7 @@ NOISE = 3.0
 """Growth counts from so many standard deviations of Poisson arrivals on."""
 
 
-@dataclass(frozen=True)
-class Overload:
+class Overload(NamedTuple):
     """In the second half of the arrivals requests came faster than they ended, both in 1/s."""
 
     arrived_per_s: float

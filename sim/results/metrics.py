@@ -6,11 +6,9 @@ for a request (`ToolCall`) is in its end-to-end latency alone, not in TPOT and I
 """
 
 from collections import Counter
-from collections.abc import Callable
-from functools import partial
 from math import nan, sqrt
 from struct import Struct
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, Final, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -63,7 +61,7 @@ ENGINE_COLUMNS = {
 """What follows them where a run has several engines; the second only where some prefill for others."""
 
 
-COMPLETED = Struct("=4df")
+COMPLETED: Final = Struct("=4df")
 COMPLETED_COLUMNS = np.dtype(
     [*((name, "f8") for name in ("arrival_s", "ttft_s", "tpot_s", "e2el_s")), ("queue_s", "f4")]
 )
@@ -82,7 +80,7 @@ NONE_ATTAINED = Attained(0, 0)
 
 
 class EndedRequest(NamedTuple):
-    """What the per-request arrays of result.json have of one request; its times are 0 if it was not completed."""
+    """One request of the per-request arrays of result.json; its times are 0 if it was not completed."""
 
     request_id: int
     arrival_s: float
@@ -95,16 +93,10 @@ class EndedRequest(NamedTuple):
     """Empty if it was completed."""
 
 
-_make_ended = cast(
-    Callable[[tuple[int, float, int, int, float, float, float, str]], EndedRequest],
-    partial(tuple.__new__, EndedRequest),
-)
-
-
 class RequestLog:
     """Counts, sums and what exact percentiles and the most in flight need: 36 bytes a request that completed.
 
-    Each request's own figures are kept beside them up to `ARRAY_LIMIT` requests.
+    The rows of the table are kept beside them up to `ARRAY_LIMIT` requests.
     """
 
     def __init__(
@@ -131,8 +123,12 @@ class RequestLog:
         self.first_arrival_s = float("inf")
         self.last_finish_s = 0.0
         self._completed = bytearray()
-        self.requests: list[EndedRequest] | None = []
-        """In order of their end; None past `ARRAY_LIMIT`."""
+        self.rows: list[tuple[Any, ...]] | None = []
+        """Those of the table, in order of their end; None past `ARRAY_LIMIT`."""
+        self.errors: dict[int, str] = {}
+        """Of requests that were not completed, by id."""
+        self.longest_tokens = 0
+        """Of a context that completed."""
         self.ended_at: Counter[int] = Counter()
         """Requests that ended at each of several engines."""
 
@@ -205,12 +201,10 @@ class RequestLog:
         self.good += good
         if own is not None:
             self._count_own(own, good=good)
-        self._keep((request_id, arrival_s, prompt_tokens, num_output, queue_s, ttft_s, e2el_s, ""))
-        if self.table is not None:
-            times = (queue_s, ttft_s, tpot_s, e2el_s)
-            self.table.write(
-                (request_id, arrival_s, prompt_tokens, num_output, *times, seq.num_preemptions, "completed", *where)
-            )
+        if prompt_tokens + num_output > self.longest_tokens:
+            self.longest_tokens = prompt_tokens + num_output
+        times = (queue_s, ttft_s, tpot_s, e2el_s)
+        self._keep((request_id, arrival_s, prompt_tokens, num_output, *times, seq.num_preemptions, "completed", *where))
 
     def _ignore(self, seq: Sequence, arrival_s: float, where: tuple[int, ...]) -> None:
         request = seq.request
@@ -218,10 +212,10 @@ class RequestLog:
         self.num_broken_off += seq.first_scheduled_s >= 0.0
         if request.slos is not None:
             self._count_own(request.slos, good=False)
-        self._keep((request.request_id, arrival_s, request.prompt_tokens, 0, 0.0, 0.0, 0.0, seq.error))
-        if self.table is not None:
-            row = (request.request_id, arrival_s, request.prompt_tokens, 0, 0.0, 0.0, 0.0, 0.0)
-            self.table.write((*row, seq.num_preemptions, "ignored", *where))
+        self.errors[request.request_id] = seq.error
+        times = (0.0, 0.0, 0.0, 0.0)
+        row = (request.request_id, arrival_s, request.prompt_tokens, 0, *times, seq.num_preemptions, "ignored", *where)
+        self._keep(row)
 
     def _count_own(self, slos: SLOs, *, good: bool) -> None:
         ended, met = self.by_slos.get(slos, NONE_ATTAINED)
@@ -232,11 +226,20 @@ class RequestLog:
         """Whether any request has SLOs, of its own or those of `--goodput`."""
         return self.goodput is not None or bool(self.by_slos)
 
-    def _keep(self, row: tuple[int, float, int, int, float, float, float, str]) -> None:
-        if self.requests is not None:
-            self.requests.append(_make_ended(row))
-            if len(self.requests) > ARRAY_LIMIT:
-                self.requests = None
+    def _keep(self, row: tuple[Any, ...]) -> None:
+        if self.table is not None:
+            self.table.write(row)
+        if self.rows is not None:
+            self.rows.append(row)
+            if len(self.rows) > ARRAY_LIMIT:
+                self.rows = None
+
+    @property
+    def requests(self) -> list[EndedRequest] | None:
+        """In order of their end; None past `ARRAY_LIMIT`."""
+        if self.rows is None:
+            return None
+        return [EndedRequest._make((*row[:6], row[7], self.errors.get(row[0], ""))) for row in self.rows]
 
     @property
     def duration_s(self) -> float:

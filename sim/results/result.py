@@ -5,15 +5,14 @@ from collections.abc import Sequence
 from dataclasses import asdict, fields
 from itertools import accumulate, pairwise
 from math import inf
-from operator import attrgetter, itemgetter
+from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
 from msgspec import UNSET, Struct, UnsetType, structs
 
-from sim.clock.autoscaled import Lifetime
 from sim.cost.pricing import Lanes
 from sim.engine.limits import Counters, Limits, TierCounters, TierName
 from sim.errors import UserError
@@ -21,7 +20,7 @@ from sim.files import write_atomically
 from sim.options.policies import options_of
 from sim.results.accuracy import accuracy_of
 from sim.results.contradictions import contradictions
-from sim.results.metrics import ARRAY_LIMIT, PERCENTILES, EndedRequest, RequestLog, gap_statistics
+from sim.results.metrics import ARRAY_LIMIT, PERCENTILES, TABLE_COLUMNS, RequestLog, gap_statistics
 from sim.results.schema import Result
 from sim.results.sections import (
     Counts,
@@ -43,6 +42,9 @@ from sim.run.prepare import Setup
 from sim.run.runs import Run
 from sim.specs.json_file import convert, read_json_object
 from sim.version import VERSION, is_compiled
+
+if TYPE_CHECKING:
+    from sim.clock.autoscaled import Lifetime
 
 RESULT_FILE = "result.json"
 SERIES_FILE = "series.csv"
@@ -119,7 +121,7 @@ def assemble(run: Run) -> Result:
         versions=Versions(kvtwin=VERSION, compiled=is_compiled() or UNSET),
         machine=UNSET if run.machine is None else run.machine,
         decisions_sha256=_decisions(run),
-        **_arrays(log.requests, run.detailed),
+        **_arrays(log, run.detailed),
     )
     return structs.replace(result, accuracy=accuracy_of(setup, result)) if run.backend == "kvtwin-sim" else result
 
@@ -196,7 +198,7 @@ def _lanes_use(lanes: list[Lanes]) -> LanesUse:
     return LanesUse(compute=uses[0], h2d=uses[1], d2h=uses[2], host=host, disk_read=read, disk_write=write)
 
 
-def _scaling(run: Run, lives: list[Lifetime]) -> Scaling:
+def _scaling(run: Run, lives: "list[Lifetime]") -> Scaling:
     """What replicas took, to the last token of any."""
     end_s = max([run.log.last_finish_s, *(life.stopped_s for life in lives if life.stopped_s < inf)])
     spans = [(life.asked_s, min(end_s, life.stopped_s)) for life in lives if life.asked_s < end_s]
@@ -256,14 +258,16 @@ PER_REQUEST = {
 """Fields of a result with a value for every request, and the field of `EndedRequest` that it is."""
 
 
-def _arrays(kept: list[EndedRequest] | None, detailed: dict[int, list[float]] | None) -> dict[str, Any]:
+def _arrays(log: RequestLog, detailed: dict[int, list[float]] | None) -> dict[str, Any]:
     """The per-request arrays, if they were kept, in order of the trace."""
-    if kept is None:
+    if log.rows is None:
         return {"per_request": "more than 100000 requests: the arrays are in the per-request table"}
-    rows = sorted(kept, key=itemgetter(0))
-    arrays: dict[str, Any] = {name: list(map(attrgetter(own), rows)) for name, own in PER_REQUEST.items()}
+    rows, places = sorted(log.rows, key=itemgetter(0)), list(TABLE_COLUMNS)
+    columns = {name: places.index(own) for name, own in PER_REQUEST.items() if own in TABLE_COLUMNS}
+    arrays = {name: list(map(itemgetter(place), rows)) for name, place in columns.items()}
+    arrays["errors"] = [log.errors.get(one, "") for one in arrays["request_ids"]]
     if detailed is not None:
-        arrays["itls"] = [_gaps(detailed.get(row.request_id, [])) for row in rows]
+        arrays["itls"] = [_gaps(detailed.get(one, [])) for one in arrays["request_ids"]]
     return arrays
 
 
@@ -288,9 +292,9 @@ def _warnings(setup: Setup, counters: Counters) -> list[str]:
 def _grown(log: RequestLog, limits: Limits) -> list[str]:
     """What is said where contexts became longer than the engine's limit."""
     most = limits.max_model_len
-    grown = sum(row.prompt_tokens + row.output_tokens > most for row in log.requests or () if not row.error)
-    if not grown:
+    if log.longest_tokens <= most or log.rows is None:
         return []
+    grown = sum(row.prompt_tokens + row.output_tokens > most for row in log.requests or () if not row.error)
     return [
         f"{grown} context{'s' * (grown != 1)} grew past --max-model-len {most}: output lengths are the trace's; "
         "vLLM would have ended them there"

@@ -14,7 +14,6 @@ from sim.parts.options import refuse_idle
 from sim.results.metrics import ENGINE_COLUMNS, TABLE_COLUMNS, TableSink
 from sim.results.result import assemble, write_result, write_series
 from sim.results.schema import Result
-from sim.results.timeline import write_timeline
 from sim.run.interrupts import INTERRUPTED
 from sim.run.prepare import Setup, prepare
 from sim.run.runs import Recording, Run
@@ -104,6 +103,8 @@ def record(
     if kept:
         write_series(folder, kept)
     if outputs.timeline:
+        from sim.results.timeline import write_timeline  # noqa: PLC0415 - few runs have one
+
         write_timeline(folder, run)
     if result.complete and not result.completed:
         print(f"kvtwin: {label}: no request completed: {result.ignored} were given up", file=sys.stderr)

@@ -2,11 +2,10 @@
 
 from collections.abc import Sequence as Seq
 from functools import partial
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
-from sim.clock.autoscaled import Lifetime
 from sim.clock.instance import Observer
 from sim.cost.pricing import Lanes
 from sim.engine.engine import Engine
@@ -24,7 +23,9 @@ from sim.results.sections import Machine
 from sim.results.series import SAMPLE_LIMIT, Series
 from sim.run.prepare import Setup
 from sim.systems.builder import options_among
-from sim.topology.autoscalers import parse_autoscale
+
+if TYPE_CHECKING:
+    from sim.clock.autoscaled import Lifetime
 
 LEAST_SAMPLES = 500
 """Rows of its time series that an engine keeps at least, however many there are."""
@@ -84,7 +85,7 @@ class Run(msgspec.Struct, kw_only=True):
     backend: Backend = "kvtwin-sim"
     machine: Machine | None = None
     """What executed the run, where anything real did."""
-    lives: list[Lifetime] | None = None
+    lives: "list[Lifetime] | None" = None
     """From when to when there was each engine, where they come and go."""
     trace_events: list[dict[str, object]] = msgspec.field(default_factory=list)
     """Chrome trace events of others than our lanes, in microseconds of the run's clock."""
@@ -129,6 +130,8 @@ def build_engines(setup: Setup, table: TableSink | None, keep: Recording) -> lis
     """Put together the engines of a cluster, which share their books."""
     scenario = setup.scenario
     if scenario.autoscale is not None:
+        from sim.topology.autoscalers import parse_autoscale  # noqa: PLC0415 - most runs have one engine
+
         return _engines([setup] * (scenario.replicas or parse_autoscale(scenario.autoscale).min), table, keep)
     if setup.decode is None:
         return _engines([setup] * (scenario.num_engines * setup.pp), table, keep)

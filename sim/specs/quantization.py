@@ -6,9 +6,8 @@ Others are refused.
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from sim.errors import UserError
 
@@ -21,8 +20,7 @@ MXFP4_BYTES = 0.5 + 1 / 32
 KV_BYTES = {"FP8": 1.0, "INT8": 1.0, "NVFP4": NVFP4_BYTES}
 
 
-@dataclass(frozen=True)
-class WeightFormat:
+class WeightFormat(NamedTuple):
     """How weights are stored and multiplied.
 
     Attributes:
