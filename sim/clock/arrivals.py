@@ -2,11 +2,12 @@
 
 from collections.abc import Callable, Iterable
 from math import inf
+from typing import Final
 
 from sim.engine.sequence import Sequence
 from traces.request import Request
 
-TIE_S = 1e-9
+TIE_S: Final = 1e-9
 """Events this close to a boundary count as simultaneous with it: sums of floats differ by less."""
 
 

@@ -4,7 +4,6 @@ One process is one serving instance; it pulls the arrivals that are due at each 
 nowhere else) and sleeps until the next one.
 """
 
-from collections import deque
 from collections.abc import Callable, Collection, Generator
 from heapq import heappop, heappush
 from math import inf
@@ -71,23 +70,22 @@ class Instance:
             yield from self._serve_ahead()
             return
         env, engine, arrivals, transfers = self.env, self.engine, self.arrivals, self._transfers
-        observer, commit, schedule, peek = self.observer, engine.commit, engine.schedule, env.peek
-        step = self.pricer.step
-        now_s = env.now
+        observer, peek, pricer = self.observer, env.peek, self.pricer
+        now_s: float = env.now
         while True:
             due_s = now_s + TIE_S
             if arrivals.next_s <= due_s:
                 arrivals.deliver(due_s, engine.add_request)
             while transfers and transfers[0][0] <= due_s:
                 engine.transfer_done(heappop(transfers)[2])
-            plan = schedule(now_s)
+            plan = engine.schedule(now_s)
             if plan is None:
                 times = None
                 end_s = self._wakes_s
                 if end_s == inf:
                     break
             else:
-                times = self._run(plan, now_s) if plan.max_steps > 1 else step(plan, now_s)
+                times = self._run(plan, now_s) if plan.max_steps > 1 else pricer.step(plan, now_s)
                 end_s = times.end_s
                 if plan.awaited:
                     self._tell_started()
@@ -97,7 +95,7 @@ class Instance:
                 self.iterations += times.iterations
                 if observer is not None:
                     observer(plan, now_s, times)
-                commit(plan, times)
+                engine.commit(plan, times)
             now_s = end_s
         if engine.has_unfinished:
             raise InvariantError(f"the engine stands still at {now_s} s with requests unfinished")
@@ -111,9 +109,10 @@ class Instance:
         of when the tokens come. Nothing jumps before that: a closed loop may send a request then.
         """
         env, engine, arrivals, transfers = self.env, self.engine, self.arrivals, self._transfers
-        observer, peek, host, step = self.observer, env.peek, self.lanes.host, self.pricer.step
-        flying: deque[tuple[StepTimes, list[Sequence]]] = deque()
-        now_s = free_s = env.now
+        observer, peek, host, pricer = self.observer, env.peek, self.lanes.host, self.pricer
+        flying: list[tuple[StepTimes, list[Sequence]]] = []
+        now_s: float = env.now
+        free_s = now_s
         reports_copies = engine.scheduler.batching.reports_copies
         while True:
             if peek() <= now_s:
@@ -125,7 +124,7 @@ class Instance:
             plan = engine.schedule(now_s)
             if plan is not None:
                 start_s = now_s if now_s > free_s else free_s
-                times = self._run_ahead(plan, start_s) if plan.max_steps > 1 else step(plan, start_s)
+                times = self._run_ahead(plan, start_s) if plan.max_steps > 1 else pricer.step(plan, start_s)
                 free_s = times.end_s
                 if reports_copies:
                     now_s = self._launched_s(plan, now_s)
@@ -135,7 +134,7 @@ class Instance:
                 flying.append((times, engine.commit_ahead(plan, times)))
             if plan is None or len(flying) == 2:
                 if flying:
-                    done, ended = flying.popleft()
+                    done, ended = flying.pop(0)
                     now_s = max(now_s, done.end_s)
                     engine.deliver(ended)
                 else:

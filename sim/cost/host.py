@@ -9,22 +9,23 @@ and iterations that follow one another last max(host, GPU). Where nothing runs t
 """
 
 from math import ceil, inf
-from typing import NamedTuple
+from typing import Final
 
 from sim.cost.lanes import Lane
 from sim.cost.model import run_s, steps_until
 from sim.engine.plan import StepTimes
 
-TIE_S = 1e-9
+TIE_S: Final = 1e-9
 """An iteration decided this close to the end of the one before follows it at once."""
 
 
-class Host(NamedTuple):
+class Host:
     """Host time of an iteration: `base_s` + `s_per_sequence` for each of its sequences, s."""
 
-    base_s: float
-    s_per_sequence: float
-    hidden: bool
+    __slots__ = ("base_s", "hidden", "s_per_sequence")
+
+    def __init__(self, base_s: float, s_per_sequence: float, hidden: bool) -> None:
+        self.base_s, self.s_per_sequence, self.hidden = base_s, s_per_sequence, hidden
 
     def seconds(self, num_sequences: int) -> float:
         """Of an iteration of so many sequences, s."""
@@ -35,40 +36,36 @@ class Host(NamedTuple):
         return 0.0 if self.hidden else self.seconds(num_sequences)
 
 
-class HiddenRun(NamedTuple):
+class HiddenRun:
     """Iterations of one batch whose host time is hidden; seconds from when the first was decided.
 
     The GPU begins the first after `wait_s` and takes `gpu_s` for it, `slope_s` more for each further one. The second
     ends `second_s` after the first, each further one takes `growth_s` more than the one before.
     """
 
-    steps: int
-    wait_s: float
-    gpu_s: float
-    slope_s: float
-    host_s: float
-    second_s: float
-    growth_s: float
+    __slots__ = ("gpu_s", "growth_s", "host_s", "second_s", "slope_s", "steps", "wait_s")
 
-    @staticmethod
-    def of(wait_s: float, gpu_s: float, slope_s: float, host_s: float, steps: int) -> "HiddenRun":
+    def __init__(self, wait_s: float, gpu_s: float, slope_s: float, host_s: float, steps: int) -> None:
         """Up to `steps` iterations; they end at a breakpoint of their durations.
 
         While the GPU takes less than the host, begins are `host_s` apart and each end follows its begin by the GPU's
         time: ends are host + slope apart.
         """
-        if gpu_s >= host_s:
-            return HiddenRun(steps, wait_s, gpu_s, slope_s, host_s, gpu_s + slope_s, slope_s)
-        if slope_s > 0.0:
-            steps = min(steps, ceil((host_s - gpu_s) / slope_s) + 1)
-        return HiddenRun(steps, wait_s, gpu_s, slope_s, host_s, host_s + slope_s, 0.0)
+        self.wait_s, self.gpu_s, self.slope_s, self.host_s = wait_s, gpu_s, slope_s, host_s
+        self.second_s, self.growth_s = gpu_s + slope_s, slope_s
+        if gpu_s < host_s:
+            self.second_s, self.growth_s = host_s + slope_s, 0.0
+            if slope_s > 0.0:
+                steps = min(steps, ceil((host_s - gpu_s) / slope_s) + 1)
+        self.steps = steps
 
-    def until(self, target_s: float, *, ahead: bool) -> "HiddenRun":
-        """The same up to the first end at or after `target_s`; `ahead`: all that are scheduled before then.
+    def end_by(self, target_s: float, *, ahead: bool) -> None:
+        """End with the first end at or after `target_s`; `ahead`: with the last that is scheduled before then.
 
         Scheduled ahead, an iteration is so when the GPU begins the one before.
         """
-        return self if self.steps == 1 else self._replace(steps=min(self.steps, self._needed(target_s, ahead)))
+        if self.steps > 1:
+            self.steps = min(self.steps, self._needed(target_s, ahead))
 
     def _needed(self, target_s: float, ahead: bool) -> int:
         most = self.steps
@@ -110,9 +107,8 @@ def after_host_s(host: Host, num_sequences: int, now_s: float, lane: Lane, devic
     """
     if not num_sequences:
         return now_s
-    base_s, s_per_sequence, hidden = host
-    seconds = base_s + s_per_sequence * num_sequences
-    follows = hidden and now_s <= device.free_s + TIE_S
+    seconds = host.base_s + host.s_per_sequence * num_sequences
+    follows = host.hidden and now_s <= device.free_s + TIE_S
     start_s = (lane.free_s if follows else now_s) + seconds
     if start_s < now_s:
         start_s = now_s
@@ -137,9 +133,9 @@ def run_beside_host(
     """Price up to `steps` like decode iterations whose host time is hidden, as `Pricer.run` does."""
     start_s = after_host_s(host, num_decodes, now_s, lane, device)
     host_s = host.seconds(num_decodes)
-    run = HiddenRun.of(start_s - now_s, gpu_s, slope_s, host_s, steps)
+    run = HiddenRun(start_s - now_s, gpu_s, slope_s, host_s, steps)
     if until_s < inf:
-        run = run.until(until_s - now_s, ahead=ahead)
+        run.end_by(until_s - now_s, ahead=ahead)
     end_s = now_s + run.end_s
     last_s = end_s - run.last_gpu_s
     device.run(start_s, end_s - start_s, "decode", run.busy_s)

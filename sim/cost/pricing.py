@@ -361,8 +361,10 @@ class Pricer:
         if host is not None and host.hidden:
             if plan.streamed:
                 return self.step(plan, now_s)
-            decodes = plan.num_decodes, first_s, slope_s, steps
-            return run_beside_host(host, *decodes, now_s, until_s, self.lanes.host, self.lanes.compute, ahead=more > 0)
+            lanes, ahead = self.lanes, more > 0
+            return run_beside_host(
+                host, plan.num_decodes, first_s, slope_s, steps, now_s, until_s, lanes.host, lanes.compute, ahead=ahead
+            )
         host_s = 0.0 if host is None else host.seconds(plan.num_decodes)
         if plan.streamed:
             lanes = self.lanes

@@ -7,7 +7,7 @@ what order (`changes`), and what is copied before, beside and behind the computa
 from collections.abc import Collection, Mapping
 from enum import Enum
 from math import inf
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from sim.engine.changes import Change, Move, Projected, Rebuilt, Restore, Streamed
 from sim.engine.sequence import Sequence
@@ -22,7 +22,9 @@ class Origin(Enum):
 
 
 # For the hot path, as those of `sim.engine.changes`.
-ADMITTED, CONTINUED, SWAPPED_IN = Origin.ADMITTED, Origin.CONTINUED, Origin.SWAPPED_IN
+ADMITTED: Final = Origin.ADMITTED
+CONTINUED: Final = Origin.CONTINUED
+SWAPPED_IN: Final = Origin.SWAPPED_IN
 
 
 class PrefillChunk:

@@ -4,10 +4,9 @@ Fast path: while memory suffices, every member of the batch decodes and only cou
 cost nothing.
 """
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from math import inf
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from sim.engine.batch import DecodeBatch
 from sim.engine.changes import PEER, Append, Change, Move, Tier
@@ -27,8 +26,7 @@ if TYPE_CHECKING:
     from sim.engine.itl import GapCollector
 
 
-@dataclass(frozen=True)
-class Parts:
+class Parts(NamedTuple):
     """One of each kind."""
 
     order: Order
@@ -52,9 +50,8 @@ class Scheduler:
         "_committed",
         "_complete",
         "_delivered",
-        "_end_in_order",
         "_ended_ahead",
-        "_fill",
+        "_ends_by_place",
         "_followed",
         "_frees_in_order",
         "_joined",
@@ -150,10 +147,8 @@ class Scheduler:
             self._repeats.append(self._until_woken)
         self._admitted = self.admission.admitted if overrides(self.admission, "admitted", Admission) else None
         self._refusal = self.batching.refusal if overrides(self.batching, "refusal", Batching) else None
-        self._fill: Callable[[IterationPlan, float], None] = self.batching.fill
         self._frees_in_order = self.batching.frees_in_order
-        orders = overrides(self.batching, "end_in_order", Batching)
-        self._end_in_order = self.batching.end_in_order if orders else self._end_by_place
+        self._ends_by_place = not overrides(self.batching, "end_in_order", Batching)
         self._reports_copies = self.batching.reports_copies
 
     # -- events ----------------------------------------------------------------------------------------------------
@@ -175,7 +170,7 @@ class Scheduler:
             for reserve in self._reserve:
                 reserve()
             plan = IterationPlan()
-            self._fill(plan, now_s)
+            self.batching.fill(plan, now_s)
             if plan.num_decodes or plan.chunks or plan.swapped_out_blocks or plan.awaited or plan.after:
                 for complete in self._complete:
                     complete(plan)
@@ -223,8 +218,10 @@ class Scheduler:
                         if seq in batch.members:
                             for moved in self._moved:
                                 moved(seq)
-        if self._frees_in_order:
-            self._end_in_order(plan, ended, end_s)
+        if self._frees_in_order and self._ends_by_place:
+            self._end_by_place(plan, ended, end_s)
+        elif self._frees_in_order:
+            self.batching.end_in_order(plan, ended, end_s)
         elif plan.chunks:
             self.batching.commit_chunks(plan, end_s)
         for committed in self._committed:
@@ -246,8 +243,8 @@ class Scheduler:
         ended = self._ended_ahead = self._last_ended = []
         self.commit(plan, times)
         self._ended_ahead = None
-        if ended:
-            self.last_in_flight.update(dict.fromkeys(ended))
+        for seq in ended:
+            self.last_in_flight[seq] = None
         self.in_flight += 1
         return ended
 

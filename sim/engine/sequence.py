@@ -1,6 +1,7 @@
 """`Sequence`: how far one request has come, and what it holds."""
 
 from enum import Enum
+from typing import Final
 
 from traces.request import Request, ToolCall
 
@@ -24,8 +25,12 @@ class Status(Enum):
 
 
 # For the hot path, as those of `sim.engine.changes`.
-WAITING, RUNNING, PARKED, PROMOTING = Status.WAITING, Status.RUNNING, Status.PARKED, Status.PROMOTING
-FINISHED, IGNORED = Status.FINISHED, Status.IGNORED
+WAITING: Final = Status.WAITING
+RUNNING: Final = Status.RUNNING
+PARKED: Final = Status.PARKED
+PROMOTING: Final = Status.PROMOTING
+FINISHED: Final = Status.FINISHED
+IGNORED: Final = Status.IGNORED
 
 TRANSITIONS: dict[Status, frozenset[Status]] = {
     # Admitted, also to finish with its first token; or refused for ever.

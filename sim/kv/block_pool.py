@@ -1,6 +1,6 @@
 """`BlockPool`, `CachingPool`: the KV blocks of one tier, kept as counts that cannot go wrong silently."""
 
-from typing import Protocol
+from abc import ABC, abstractmethod
 
 from sim.errors import InvariantError
 
@@ -36,17 +36,15 @@ class BlockPool:
             raise InvariantError(f"{self.name}: {count} blocks given back, {self.free} of {self.num_blocks} free")
 
 
-class Evicts(Protocol):
-    """What is cached in a pool."""
+class Evicts(ABC):
+    """What is cached in a pool. A class, not a protocol: compiled code finds what it has by place, not by name."""
 
-    @property
-    def num_idle(self) -> int:
-        """Cached blocks that no sequence holds."""
-        ...
+    num_idle: int
+    """Cached blocks that no sequence holds."""
 
+    @abstractmethod
     def evict(self, num_blocks: int, /) -> None:
         """Give up so many of them."""
-        ...
 
 
 class CachingPool(BlockPool):

@@ -9,7 +9,7 @@ not every memory offers is a class of its own, a capability: `Swaps`, `ReturnsKV
 """
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Final
 
 from sim.engine.batch import DecodeBatch
 from sim.engine.changes import Move, Tier, make_place, make_release
@@ -22,7 +22,7 @@ from sim.parts.base import Part
 if TYPE_CHECKING:
     from sim.systems.builder import Builder
 
-ALL_LAYERS = (0,)
+ALL_LAYERS: Final = (0,)
 """The one layer group of memory whose blocks span the model."""
 
 

@@ -5,7 +5,7 @@ token, which must be computed; the blocks of those that ended stay until room is
 Blocks without ids (private prompts, generated tokens) can only be hit by their own sequence, computed again.
 """
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from sim.engine.changes import make_place, make_release
 from sim.engine.limits import Limits
@@ -22,7 +22,7 @@ from sim.parts.stage.speculative_options import SpeculativeOptions
 if TYPE_CHECKING:
     from sim.systems.builder import Builder
 
-NOTHING = Match((), 0, 0, False)
+NOTHING: Final = Match((), 0, 0, False)
 FIRST_PRIVATE_KEY = 1 << 64
 """Beyond all ids that a trace may have."""
 

@@ -8,6 +8,8 @@ from collections import OrderedDict
 from collections.abc import Hashable, Iterator
 from hashlib import blake2b
 
+from sim.kv.block_pool import Evicts
+
 Key = Hashable
 
 
@@ -30,20 +32,15 @@ class CachedBlock:
         self.num_holders = 1
 
 
-class BlockCache:
+class BlockCache(Evicts):
     """Content that was computed twice is kept twice, and the older copy is found."""
 
     def __init__(self, num_groups: int) -> None:
         self._found: tuple[dict[Key, list[CachedBlock]], ...] = tuple({} for _ in range(num_groups))
         self._idle: OrderedDict[CachedBlock, None] = OrderedDict()
-        self.num_evicted = 0
+        self.num_idle = self.num_evicted = 0
         self.version = 0
         """Grows with every change of what is found."""
-
-    @property
-    def num_idle(self) -> int:
-        """Cached blocks that no sequence holds."""
-        return len(self._idle)
 
     def find(self, group: int, key: Key) -> CachedBlock | None:
         """The oldest block of a group with that content."""
@@ -61,6 +58,7 @@ class BlockCache:
         """One more sequence holds `block`."""
         if not block.num_holders:
             del self._idle[block]
+            self.num_idle -= 1
         block.num_holders += 1
 
     def let_go(self, block: CachedBlock) -> bool:
@@ -69,10 +67,12 @@ class BlockCache:
         if block.num_holders:
             return False
         self._idle[block] = None
+        self.num_idle += 1
         return True
 
     def evict(self, num_blocks: int) -> None:
         """Give up so many idle blocks, the longest idle first."""
+        self.num_idle -= num_blocks
         self.num_evicted += num_blocks
         self.version += 1
         for _ in range(num_blocks):

@@ -7,9 +7,10 @@ heads and what is cached is always closed under prefixes. Costs go with runs, no
 """
 
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from sim.engine.sequence import Sequence
+from sim.kv.block_pool import Evicts
 from traces.hash_ids import num_shared
 
 Keys = tuple[int, ...]
@@ -42,7 +43,7 @@ class Node:
         """Sequences whose last run is here (at the root: that have none) and that may yet publish keys beyond it."""
 
 
-DEAD = Node(None, ())
+DEAD: Final = Node(None, ())
 """Where runs are that can no longer be hit."""
 
 
@@ -74,7 +75,7 @@ class Match(NamedTuple):
     """Whether a sequence that decodes may lengthen it."""
 
 
-class PrefixIndex:
+class PrefixIndex(Evicts):
     """The cached blocks of one pool.
 
     Args:
@@ -350,7 +351,7 @@ class PrefixIndex:
     def _shorten(self, node: Node, run: CachedRun) -> None:
         if not run.num_blocks:
             node.runs.remove(run)
-        longest = max((left.num_blocks for left in node.runs), default=0)
+        longest = max([left.num_blocks for left in node.runs], default=0)
         if longest < len(node.keys):
             assert not node.children, "what is cached is closed under prefixes"
             if not longest:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from heapq import nsmallest
 
 from sim.engine.sequence import Sequence
+from sim.kv.block_pool import Evicts
 
 CLEAN, DIRTY, LEAVING = range(3)
 """Idle chunks on the GPU: the host has a copy; it has none; it is being given one."""
@@ -41,7 +42,7 @@ class Chunk:
         return CLEAN if self.on_host else LEAVING if self.is_leaving else DIRTY
 
 
-class ChunkStore:
+class ChunkStore(Evicts):
     """Chunks by key, and the host's room.
 
     Args:
@@ -52,7 +53,7 @@ class ChunkStore:
     def __init__(self, num_host: int, cost_s: Callable[[int], float]) -> None:
         self.num_host = self.host_free = num_host
         self.chunks: dict[int, Chunk] = {}
-        self.num_evicted = self.num_evicted_host = 0
+        self.num_idle = self.num_evicted = self.num_evicted_host = 0
         self.version = 0
         """Grows with every change to what can be hit."""
         self.num = [0, 0, 0]
@@ -62,11 +63,6 @@ class ChunkStore:
         # Idle chunks on the GPU, the next to go last; None: to be made.
         self._ranked: list[Chunk] | None = None
 
-    @property
-    def num_idle(self) -> int:
-        """Chunks on the GPU that no sequence holds."""
-        return sum(self.num)
-
     def now(self, time_s: float) -> None:
         """Ages are those at this time from now on: when a sequence starts or ends, not within a jump."""
         self._clock_s = round(time_s, RESOLUTION_S)
@@ -75,6 +71,7 @@ class ChunkStore:
     def _count(self, chunk: Chunk, sign: int) -> None:
         if chunk.is_idle:
             self.num[chunk.state] += sign
+            self.num_idle += sign
             self._ranked = None
 
     def _rank(self, chunk: Chunk) -> tuple[float, int]:

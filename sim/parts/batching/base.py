@@ -76,6 +76,7 @@ class Batching(Part, ABC):
         self.order = scheduler.order
         self.admission, self.eviction, self.stage = scheduler.admission, scheduler.eviction, scheduler.stage
         self.budget = limits.max_num_batched_tokens
+        self.max_num_seqs, self.max_model_len = limits.max_num_seqs, limits.max_model_len
         self.prompt_limit = (
             limits.max_model_len if self.splits_prompts else min(limits.max_model_len, limits.max_num_batched_tokens)
         )
@@ -89,7 +90,7 @@ class Batching(Part, ABC):
 
     def max_new_tokens(self, seq: Sequence) -> int:
         """Tokens that a request may generate, whatever it asks for: those that the longest context has room for."""
-        return self.limits.max_model_len - (seq.num_tokens - seq.num_generated)
+        return self.max_model_len - (seq.num_tokens - seq.num_generated)
 
     @abstractmethod
     def fill(self, plan: IterationPlan, now_s: float) -> None:
@@ -108,7 +109,7 @@ class Batching(Part, ABC):
     def admit(self, plan: IterationPlan, now_s: float, budget: int, num_seqs: int, most: int = 1 << 60) -> None:
         """Admit up to `most` prompts from the head of the queue; the first that cannot start stops all behind it."""
         order, admission, splits, caches = self.order, self.admission, self._splits, self._caches
-        max_num_seqs = self.limits.max_num_seqs
+        max_num_seqs = self.max_num_seqs
         waiting = order.waiting
         num_seqs += self.scheduler.stage.num_returning
         while most and waiting:
@@ -203,7 +204,7 @@ class Batching(Part, ABC):
         What it has to wait for, and nothing is done; None: it computes on. Here its blocks are taken all at once.
         """
         scheduler, memory = self.scheduler, self.memory
-        if scheduler.num_seated >= self.limits.max_num_seqs:
+        if scheduler.num_seated >= self.max_num_seqs:
             return "seat"
         if memory.blocks_missing(seq, seq.num_tokens) > memory.gpu.free:
             return "memory"
@@ -233,6 +234,7 @@ class Batching(Part, ABC):
             if seq.num_computed < seq.num_tokens:
                 self.partials[seq] = None
                 continue
-            self.partials.pop(seq, None)
+            if seq in self.partials:
+                del self.partials[seq]
             if self.scheduler.emit_token(seq, end_s):
                 self.stage.enter(seq)

@@ -53,8 +53,9 @@ class Running(Batching):
         self._watermark, self.reserve_whole_prompt = watermark, reserve_whole_prompt
         # An arrival shortens the first chunk of the head, which may fit then.
         self._arrivals_help = adaptive and long_prefill_threshold > 0 and not reserve_whole_prompt
-        self.running: dict[Sequence, None] = {}
-        """In order of admission: half-done prompts and decodes."""
+        self.running: dict[Sequence, int] = {}
+        """In order of admission, which numbers say: half-done prompts and decodes."""
+        self._num_seated = 0
         self._line = ""
 
     def bind(self, scheduler: "Scheduler") -> None:
@@ -67,6 +68,16 @@ class Running(Batching):
         # Whether a decode that neither begins a block nor fills one takes nothing.
         self._takes_whole_blocks = not any(overrides(memory, hook, Memory) for hook in hooks)
         self.by_priority = isinstance(scheduler.order, Priority)
+        self._is_sticky = scheduler.order.sticky
+
+    def _seat(self, seq: Sequence) -> None:
+        """`seq` runs, behind all that do."""
+        self._num_seated += 1
+        self.running[seq] = self._num_seated
+
+    def _is_last(self, seq: Sequence) -> bool:
+        """Whether `seq` is the last of those that run."""
+        return self.running[seq] == self._num_seated or next(reversed(self.running)) is seq
 
     def _longest_chunk(self) -> int:
         """Most tokens of one prompt in this step."""
@@ -81,32 +92,37 @@ class Running(Batching):
             return self.budget
         batch, memory = self.batch, self.paged
         # At the common step all decode, but perhaps for one prompt, the last to be admitted.
-        partials = self.partials
-        if not self.threshold and (not partials or (len(partials) == 1 and next(reversed(self.running)) in partials)):
-            for seq in list(partials):
-                self._join_if_decode(seq)
+        partial = None
+        for seq in self.partials:
+            partial = seq
+            break
+        if not self.threshold and (partial is None or (len(self.partials) == 1 and self._is_last(partial))):
+            if partial is not None and self._join_if_decode(partial):
+                partial = None
             budget = self.budget - len(batch.members)
             chunk = wanted = 0
-            for seq in partials:
-                chunk = memory.cut_chunk(seq, seq.num_computed, min(seq.num_tokens - seq.num_computed, budget))
-                wanted = memory.blocks_missing(seq, seq.num_computed + chunk)
+            if partial is not None:
+                computed = partial.num_computed
+                chunk = memory.cut_chunk(partial, computed, min(partial.num_tokens - computed, budget))
+                wanted = memory.blocks_missing(partial, computed + chunk)
             needed = memory.decode_blocks() if batch.members else 0
             if needed + wanted <= memory.gpu.free:
                 if batch.members:
                     memory.grow(batch, 0)
                     memory.decodes_taken()
                     self.decode_all(plan)
-                for seq in partials:
-                    if chunk > 0:
-                        self._continue(plan, seq, chunk)
+                if partial is not None and chunk > 0:
+                    self._continue(plan, partial, chunk)
                 return budget - chunk
         return self._run_one_by_one(plan)
 
-    def _join_if_decode(self, seq: Sequence) -> None:
-        """A prompt of which one generated token is left to be computed again is a decode."""
-        if seq.num_tokens - seq.num_computed == 1 and seq.num_computed >= seq.request.prompt_tokens:
-            del self.partials[seq]
-            self._join(seq)
+    def _join_if_decode(self, seq: Sequence) -> bool:
+        """Whether `seq` is a decode from now on: a prompt of which one generated token is left to be computed again."""
+        if seq.num_tokens - seq.num_computed != 1 or seq.num_computed < seq.request.prompt_tokens:
+            return False
+        del self.partials[seq]
+        self._join(seq)
+        return True
 
     def _join(self, seq: Sequence) -> None:
         """`seq` decodes, and sampled nothing in the step before."""
@@ -146,7 +162,7 @@ class Running(Batching):
                 continue
             chunk = 1
             if seq in partials:
-                chunk = min(seq.num_tokens - seq.num_computed, longest, budget)
+                chunk = min(seq.num_tokens - seq.num_computed, min(longest, budget))
                 chunk = self.paged.cut_chunk(seq, seq.num_computed, chunk)
                 if not chunk:
                     continue

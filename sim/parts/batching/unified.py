@@ -48,7 +48,7 @@ class Unified(Running):
         )
 
     def refusal(self, seq: Sequence) -> str | None:
-        return PROMPT_TOO_LONG if seq.num_tokens >= self.limits.max_model_len else None
+        return PROMPT_TOO_LONG if seq.num_tokens >= self.max_model_len else None
 
     # -- a step ------------------------------------------------------------------------------------------------------
 
@@ -58,7 +58,7 @@ class Unified(Running):
         preempted = self.eviction.requeue_victims()
         if waiting and not preempted:
             self._admit(plan, now_s, budget)
-        plan.cut_on_arrival = not (waiting and self.order.sticky) or self._arrivals_help
+        plan.cut_on_arrival = not (waiting and self._is_sticky) or self._arrivals_help
         if self.record is not None and not preempted:
             self._note(plan, ())
         if not plan.chunks and not self.partials and not preempted and not self.scheduler.last_in_flight:
@@ -66,15 +66,15 @@ class Unified(Running):
 
     def _admit(self, plan: IterationPlan, now_s: float, budget: int) -> None:
         """Requests that wait, in order, until one of them finds no room."""
-        order, memory, limits = self.order, self.paged, self.limits
+        order, memory = self.order, self.paged
         longest = self._longest_chunk()
-        while budget > 0 and order.waiting and len(self.running) < limits.max_num_seqs:
+        while budget > 0 and order.waiting and len(self.running) < self.max_num_seqs:
             seq = order.head()
             cached = 0
             if self._caches:
                 memory.look_up(seq)
                 cached = memory.cached_tokens(seq)
-            chunk = memory.cut_chunk(seq, cached, min(seq.num_tokens - cached, longest, budget))
+            chunk = memory.cut_chunk(seq, cached, min(seq.num_tokens - cached, min(longest, budget)))
             if not chunk:
                 return
             keep_free = self.watermark_blocks if self.running else 0
@@ -100,7 +100,7 @@ class Unified(Running):
     def _run(self, plan: IterationPlan, seq: Sequence, chunk: int, now_s: float, *, decodes: bool) -> None:
         """`seq`, which has the blocks for it, computes its next `chunk` tokens."""
         scheduler, memory, batch = self.scheduler, self.paged, self.batch
-        self.running[seq] = None
+        self._seat(seq)
         if seq.output_tokens >= self.max_new_tokens(seq):
             self._stop_at_longest(seq)
         scheduler.start(seq, now_s, placed=True)
@@ -124,11 +124,11 @@ class Unified(Running):
 
     def resume(self, seq: Sequence) -> Wait | None:
         # Blocks are taken chunk by chunk.
-        if len(self.running) >= self.limits.max_num_seqs:
+        if len(self.running) >= self.max_num_seqs:
             return "seat"
-        if seq.most_tokens >= self.limits.max_model_len:
+        if seq.most_tokens >= self.max_model_len:
             self._stop_at_longest(seq)
-        self.running[seq] = None
+        self._seat(seq)
         self._go_on(seq)
         return None
 
@@ -136,7 +136,8 @@ class Unified(Running):
 
     def joined(self, seq: Sequence) -> None:
         # Another engine may have prefilled it.
-        self.running.setdefault(seq)
+        if seq not in self.running:
+            self._seat(seq)
 
     def parked(self, seq: Sequence) -> None:
         self.running.pop(seq, None)
@@ -145,8 +146,7 @@ class Unified(Running):
         self.running.pop(seq, None)
 
     def in_order(self, seqs: list[Sequence]) -> list[Sequence]:
-        chosen = set(seqs)
-        return [seq for seq in self.running if seq in chosen]
+        return sorted(seqs, key=self.running.__getitem__)
 
     def committed(self, plan: IterationPlan, times: StepTimes) -> None:
         if self.record is not None:

@@ -110,7 +110,7 @@ class UnifiedOffloading(Unified):
         passed: list[Sequence] = []
         longest = self._longest_chunk()
         while not self._stopped and order.waiting:
-            if budget <= 0 or len(self.running) >= self.limits.max_num_seqs:
+            if budget <= 0 or len(self.running) >= self.max_num_seqs:
                 self._stopped = True
                 break
             seq = order.head()
@@ -149,7 +149,7 @@ class UnifiedOffloading(Unified):
         memory, loaded = self.offloading, self.connector.loaded
         longest = self._longest_chunk()
         for seq in sorted(self.kv_holding, key=urgency) if self.by_priority else list(self.kv_holding):
-            if budget <= 0 or len(self.running) >= self.limits.max_num_seqs:
+            if budget <= 0 or len(self.running) >= self.max_num_seqs:
                 self._stopped = True
                 break
             if seq in loaded:

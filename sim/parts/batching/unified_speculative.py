@@ -32,7 +32,7 @@ class UnifiedSpeculative(Unified):
             raise InvariantError(f"{scheduler.stage.name} drafts nothing")
         self.speculation, self.drafting = scheduler.stage, scheduler.drafting
         memory = scheduler.memory
-        self._most_slots = min(self.limits.max_model_len, memory.gpu.num_blocks * memory.block_size)
+        self._most_slots = min(self.max_model_len, memory.gpu.num_blocks * memory.block_size)
         self._drafted: dict[Sequence, int] = {}
         """Of sequences that run, tokens drafted for their next step."""
         self._scheduled: dict[Sequence, int] = {}
@@ -106,7 +106,7 @@ class UnifiedSpeculative(Unified):
 
     def _most_new(self, computed: int) -> int:
         """Tokens that a step may compute of a sequence: one sampled token still fits the longest context."""
-        return min(self.limits.max_model_len - 1, self._most_slots) - computed
+        return min(self.max_model_len - 1, self._most_slots) - computed
 
     def _progress(self, seq: Sequence) -> tuple[int, int]:
         """Tokens known and computed of a sequence that runs."""
@@ -198,8 +198,8 @@ class UnifiedSpeculative(Unified):
 
     def _run(self, plan: IterationPlan, seq: Sequence, chunk: int, now_s: float, *, decodes: bool) -> None:
         scheduler, batch = self.scheduler, self.batch
-        self.running[seq] = None
-        if seq.most_tokens >= self.limits.max_model_len:
+        self._seat(seq)
+        if seq.most_tokens >= self.max_model_len:
             self._stop_at_longest(seq)
         scheduler.start(seq, now_s, placed=True)
         if not decodes:
