@@ -150,6 +150,16 @@ def test_of_a_long_answer_4096_tokens_are_expected_at_most(jump):
     assert num_decodes_before(outcome, 1) == 261
 
 
+@pytest.mark.parametrize("jump", [True, False])
+def test_in_pages_a_start_just_before_the_ratio_stays_is_not_jumped_over(jump):
+    """4,000 tokens in pages of 16. The first has 20 + 3,000, the second wants 3,024 + 100: 196 pages, 3,136 tokens.
+
+    After 600 decodes the first holds 39 of 250 pages, the ratio is 0.1 and 2,399 are to come: 3,376 - 239.9 are left.
+    """
+    outcome = simulate(Radix(), plain((0.0, 20, 3000), (0.001, 3024, 100)), radix_limits(250, block_size=16), jump=jump)
+    assert num_decodes_before(outcome, 1) == 600
+
+
 def test_caution_and_what_is_asked_for_keep_who_waits_out():
     """The least ratio times 10 is 1: all that the first may generate is kept room for. Asking for as much does, too."""
     rows = plain((0.0, 20, 1000), (0.001, 300, 100))
