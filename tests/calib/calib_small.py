@@ -51,7 +51,7 @@ RING = {
 HARDWARE = load_hardware("a100-80g")
 BASE = load_profile("a100-80g-derived").without(OPTIONAL)
 """Without assumptions about what the samples leave out, so that planted constants are all there is."""
-REFITTED = ("a100-80g", "l40s", "h100", "h200")
+REFITTED = ("a100-80g", "l40s", "h100")
 """GPUs whose shipped samples `test_calib_holdout` fits again whole: experts, latents and Gated DeltaNet too."""
 THREE = ("llama-2-7b", "llama-2-70b", "llama-3.1-8b")
 PROMPTS = (16, 64, 128, 256, 512, 1024, 2048, 4096, 8192)

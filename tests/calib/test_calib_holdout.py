@@ -108,7 +108,7 @@ def test_the_shipped_alpha_is_the_corrected_equations(refit):
 
 @pytest.fixture(scope="module")
 def held_out_by_form():
-    """Mean held-out errors, prefill and decode together, summed over the four GPUs, of each form."""
+    """Mean held-out errors, prefill and decode together, summed over the GPUs, of each form."""
     reports = [refit_of(gpu).report for gpu in REFITTED]
     found = {}
     for form in FORMS:
