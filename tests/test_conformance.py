@@ -257,7 +257,7 @@ class Hoarding(PagedMemory):
         super().release(seq)
 
 
-def test_a_part_that_forgets_nobody_is_caught() -> None:
+def test_a_part_that_forgets_nothing_is_caught() -> None:
     with pytest.raises(AssertionError, match="80 of 80 sequences that ended are still held"):
         conformance.check(
             broken(VllmRecompute, lambda limits, sound: replace(sound, memory=Hoarding(limits))), examples=1

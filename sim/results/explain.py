@@ -69,7 +69,7 @@ def _beside_others(result: Result, found: EndedRequest) -> Iterator[str]:
 def _why(events: Sequence[TraceEvent], found: EndedRequest, request_id: int) -> Iterator[str]:
     steps = _steps(events, request_id)
     if not steps:
-        yield "The timeline does not say who was admitted when: run it again with --timeline."
+        yield "The timeline does not say which request was admitted when: run it again with --timeline."
         return
     spans = _spans(events, request_id)
     # On the engine's clock, which has the front end's time not yet in it.
@@ -120,7 +120,7 @@ def _queueing(steps: Sequence[dict[str, Any]], found: EndedRequest, scheduled_s:
         if name == "under way":
             yield f"{_time(seconds)} of its wait was the rest of the iteration that ran when it came."
         elif name == "none":
-            yield f"{_time(seconds)} of its wait nobody was kept back: it was not the engine's turn to look."
+            yield f"{_time(seconds)} of its wait no request was kept back: it was not the engine's turn to look."
         elif seconds > 0.0:
             share = seconds / found.queue_s * 100 if found.queue_s else 0.0
             cause = f"what kept the next in the queue from starting was {LIMIT_NAMES[name]}"
@@ -184,7 +184,7 @@ def _decoding(
         weight += overlap_s
         others_s += overlap_s if not step["args"]["decodes"] else 0.0
     tpot_s = (found.e2el_s - found.ttft_s) / (found.output_tokens - 1)
-    stalled = f"; {_time(others_s)} went to prefills of others, during which nobody decoded" if others_s else ""
+    stalled = f"; {_time(others_s)} went to prefills of others, during which nothing decoded" if others_s else ""
     mean = f"{batch / weight:.0f}" if weight else ""
     size = f", with {mean} request{'s' * (mean != '1')} decoding at a time" if mean else ""
     yield f"Its tokens came {_time(tpot_s)} apart{size}{stalled}."

@@ -65,7 +65,7 @@ def test_first_tokens_come_one_after_another():
     assert two.good_requests == pytest.approx(7.0, abs=1e-5)
 
 
-def test_who_comes_after_all_others_ended_has_all_its_time():
+def test_what_comes_after_all_others_ended_has_all_its_time():
     """A second each, all of which a prompt takes: two that do not meet are both in time, those that do are not."""
     second, value = np.array([1.0, 1.0]), np.array([1.0, 2.0])
     for gap_s, most in ((0.0, 2.0), (0.5, 2.0), (1.0, 3.0), (9.0, 3.0)):
@@ -143,7 +143,7 @@ def test_prompts_beyond_the_longest_context_count_where_they_are_computed_in_chu
     assert bound_of(arrivals, limit, slo=slo).good_requests == pytest.approx(3.0)
 
 
-def test_who_may_all_be_refused_take_no_time_and_of_nobody_there_is_no_bound():
+def test_what_may_all_be_refused_take_no_time_and_of_nothing_there_is_no_bound():
     """A prompt that leaves no block free may be refused as it comes."""
     cost = linear_machine().cost
     assert goodput_bound([], limits(), cost, SLO) is None
@@ -152,7 +152,7 @@ def test_who_may_all_be_refused_take_no_time_and_of_nobody_there_is_no_bound():
     assert bound_of(requests((0.0, 10, 1)), limits(gpu=3)).least_duration_s > 0.0
 
 
-def test_who_ends_at_the_longest_context_has_to_be_served():
+def test_what_ends_at_the_longest_context_has_to_be_served():
     """An answer of 30 tokens ends with the tenth: 9 decodes at 0.1 s."""
     machine = linear_machine(prefill=(0.1, 0.0, 0.0), decode=(0.1, 0.0, 0.0), swap_s_per_block=1e6)
     assert bound_of(requests((0.0, 30, 30)), limits(seqs=1, max_model_len=40), machine).least_duration_s == 0.9

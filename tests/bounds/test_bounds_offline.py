@@ -33,14 +33,14 @@ def test_of_those_there_at_once_as_many_as_search_finds_are_in_time(rows):
 
 
 @given(st.lists(st.tuples(st.integers(0, 4), st.integers(1, 5)), min_size=1, max_size=8), st.integers(1, 8))
-def test_nobody_is_left_where_all_can_be_in_time(rows, slo):
+def test_nothing_is_left_where_all_can_be_in_time(rows, slo):
     gaps, seconds = (np.array(column, float) for column in zip(*rows, strict=True))
     arrivals, everything = np.cumsum(gaps), list(range(len(rows)))
     if fits(everything, arrivals, arrivals + slo, seconds):
         assert sorted(in_time(everything, arrivals, arrivals + slo, seconds)) == everything
 
 
-def test_it_serves_whom_it_chose_within_the_bound():
+def test_it_serves_what_it_chose_within_the_bound():
     found = row(CELL, 40)
     assert found["share_of_time"] in SHARES_OF_TIME
     assert 0.5 < float(str(found["share_of_bound"])) <= 1.0

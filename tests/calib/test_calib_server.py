@@ -84,7 +84,7 @@ def test_iterations_of_prompts_only_are_waited_for(tmp_path):
     assert predicted == pytest.approx([step.seconds for step in steps], rel=1e-6)
 
 
-def test_who_comes_while_the_host_prepares_an_iteration_is_in_the_next(tmp_path, monkeypatch):
+def test_what_comes_while_the_host_prepares_an_iteration_is_in_the_next(tmp_path, monkeypatch):
     """Pairs: the second comes within the 50 ms of host time before the GPU begins the first's prompt, or after them."""
     pairs = [(i, 10.0 * (i // 2) + (0.0 if i % 2 == 0 else 0.02 + 0.04 * (i // 2 % 2)), 300, 4) for i in range(12)]
     monkeypatch.setattr("server_small.traffic", lambda _: [Request(*pair) for pair in pairs])

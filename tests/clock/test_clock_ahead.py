@@ -39,7 +39,7 @@ def test_several_engines_hide_their_host_time_too(tmp_path, more):
     assert tpot_ms["--async-scheduling"] < tpot_ms["--no-async-scheduling"]
 
 
-def test_who_schedules_ahead_and_stands_still_is_an_error(monkeypatch):
+def test_what_schedules_ahead_and_stands_still_is_an_error(monkeypatch):
     run = build_run(prepare(Scenario(workload="fixed"), "vllm-v1", VllmV1()), [Request(0, 0.5, 20, 3)])
     assert run.engines[0].engine.schedules_ahead
     monkeypatch.setattr(type(run.engines[0].engine), "schedule", lambda engine, now_s: None)

@@ -132,7 +132,7 @@ AHEAD = "vllm-v1:async-scheduling=true"
 
 @pytest.mark.parametrize("jump", [True, False])
 @pytest.mark.parametrize(("policy", "ttft_s"), [("vllm-v1", 0.1), (AHEAD, 0.2)])
-def test_scheduled_ahead_who_is_sent_at_an_end_misses_the_next_iteration(policy, ttft_s, jump):
+def test_scheduled_ahead_what_is_sent_at_an_end_misses_the_next_iteration(policy, ttft_s, jump):
     # The first ends at 1.0 s; scheduled ahead, the iteration that begins then was decided at 0.9 s.
     rows = requests((0.0, 10, 10), (0.0, 10, 30), (0.0, 10, 2))
     kind = parse_policy(policy, {})[1]

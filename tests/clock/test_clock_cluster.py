@@ -285,7 +285,7 @@ def test_every_preset_serves_beside_its_like_and_shares_prefixes(policy, rows, g
     most=st.sampled_from([None, 3]),
     data=st.data(),
 )
-def test_jumping_changes_nothing_and_nobody_is_lost(name, policy, rows, replicas, gpu, most, data):
+def test_jumping_changes_nothing_and_no_request_is_lost(name, policy, rows, replicas, gpu, most, data):
     kind, arrivals, limit = parse_policy(policy, {})[1], drawn(rows), limits(gpu, 30, max_model_len=256)
     limit = replace(limit, enable_prefix_caching=name == "prefix-affinity" and kind.can_cache_prefixes)
     machine = linear_machine(limit.block_bytes, host=data.draw(st.sampled_from(hosts_of(kind))))

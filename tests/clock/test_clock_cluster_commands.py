@@ -102,7 +102,7 @@ def test_bad_values_are_refused(tmp_path, capsys, words, parts):
 POOLS = ["--prefill-replicas", "2", "--decode-replicas", "1", "--link-gbps", "200"]
 
 
-def test_tables_and_results_say_who_prefilled_and_who_decoded(tmp_path):
+def test_tables_and_results_say_what_prefilled_and_what_decoded(tmp_path):
     words = [*POOLS, "--prefill-tp", "2", "--decode-gpu", "a100-80g", "--timeline"]
     assert run(tmp_path, *words, policy="distserve") == 0
     table = rows(tmp_path / "requests.csv")
@@ -224,7 +224,7 @@ def test_prompts_that_decode_engines_can_never_hold_are_ignored_and_nothing_is_k
 
 
 @pytest.mark.parametrize(("router", "made"), [("round-robin", [7]), (None, [])])
-def test_who_prefills_is_chosen_by_the_router_that_is_named(monkeypatch, router, made):
+def test_what_prefills_is_chosen_by_the_router_that_is_named(monkeypatch, router, made):
     """Else by the policy's own."""
     seeds, real = [], ROUTERS["round-robin"]
 

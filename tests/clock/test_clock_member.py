@@ -41,7 +41,7 @@ def test_a_fact_within_a_tie_leaves_a_settled_boundary_where_it_is():
 
 
 @pytest.mark.parametrize(("apart_s", "place"), [(-2e-9, 0), (-5e-10, 1), (0.0, 1), (5e-10, 1), (2e-9, 1)])
-def test_who_arrives_as_an_iteration_ends_is_routed_by_what_it_leaves(apart_s, place):
+def test_what_arrives_as_an_iteration_ends_is_routed_by_what_it_leaves(apart_s, place):
     """Engine 1 is idle from 0.125 s on. Boundaries 1 ns apart are one; before that both have one in flight."""
     rows = requests((0.0, 16, 3), (0.0, 16, 1), (0.125 + apart_s, 16, 1))
     policies = [VllmRecompute()] * 2
@@ -73,7 +73,7 @@ def test_others_on_the_clock_see_the_iterations_that_have_ended(last_s):
     assert seen[2:] == ([(last_s, 1 if last_s < 0.25 else 2)] if last_s < 1.25 else [])
 
 
-def test_who_stands_still_with_requests_unfinished_is_an_error():
+def test_what_stands_still_with_requests_unfinished_is_an_error():
     env = simpy.Environment()
     cluster, member = cluster_of(env, requests((0.0, 16, 2)))
     member._schedule = lambda now_s: None

@@ -111,7 +111,7 @@ TEXTS += ["memserve:batching=sarathi"]
 
 
 @pytest.mark.parametrize("text", TEXTS)
-def test_nobody_is_lost_and_jumps_change_nothing(text):
+def test_no_request_is_lost_and_jumps_change_nothing(text):
     policy = parse_policy(text, {})[1]
 
     @settings(max_examples=15, deadline=None, suppress_health_check=(HealthCheck.too_slow,))

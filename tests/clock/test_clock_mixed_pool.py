@@ -107,7 +107,7 @@ def test_machines_full_of_what_each_is_to_have_of_the_other_take_it_back(seed):
     blocking=st.booleans(),
     most=st.sampled_from([None, 3]),
 )
-def test_jumping_changes_nothing_and_nobody_is_lost(
+def test_jumping_changes_nothing_and_no_request_is_lost(
     pending, rows, pools, blocks, seats, speed, layer_wise, blocking, most
 ):
     arrivals = drawn(rows)

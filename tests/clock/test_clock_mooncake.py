@@ -111,7 +111,7 @@ def test_the_first_token_is_expected_soonest_where_queue_transfer_and_prefill_ar
     assert told["granted"][-1] == (1, 4, 16)
 
 
-def test_who_has_a_prefix_needs_no_transfer_and_who_has_not_waits_for_one():
+def test_what_has_a_prefix_needs_no_transfer_and_what_has_not_waits_for_one():
     store = GlobalStore(2, 1 << 20)
     store.add(1, store.path((1, 2, 3, 4)), 16)
     found, told = conductor(store, [View()])
@@ -146,7 +146,7 @@ def test_a_prefix_is_moved_if_another_node_has_more_than_so_many_times_as_much()
     assert (told["moved"], told["granted"]) == ([], [(0, 0, 64)])
 
 
-def test_who_would_break_an_slo_is_turned_away():
+def test_what_would_break_an_slo_is_turned_away():
     late, _ = conductor(GlobalStore(1, 1 << 20), [View()], rejection="early")
     assert late.route(prompt(0, *range(62)), [View()]) == 0
     assert late.route(prompt(1, *range(63)), [View()]) == REJECT
@@ -265,7 +265,7 @@ ROWS = st.lists(st.tuples(GAPS_S, st.integers(1, 150), st.integers(1, 40), st.in
     speed=st.sampled_from([10.0, 300.0, 1e9]),
     most=st.sampled_from([None, 3]),
 )
-def test_jumping_changes_nothing_and_nobody_is_lost(policy, rows, pools, blocks, host, speed, most):
+def test_jumping_changes_nothing_and_no_request_is_lost(policy, rows, pools, blocks, host, speed, most):
     at_s, arrivals = 0.0, []
     for number, (gap_s, tokens, output, kind) in enumerate(rows):
         at_s += gap_s

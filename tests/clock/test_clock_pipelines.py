@@ -88,7 +88,7 @@ def test_an_engine_that_blocks_computes_nothing_while_it_pulls(jump):
 @pytest.mark.parametrize("policy", ["vllm-recompute", "vllm-swap", "sarathi", "orca"])
 @settings(max_examples=20, deadline=None)
 @given(rows=ROWS, replicas=st.integers(1, 2), stages=st.sampled_from([2, 4]), gpu=st.integers(10, 24))
-def test_nobody_is_lost_in_pipelines(policy, rows, replicas, stages, gpu):
+def test_no_request_is_lost_in_pipelines(policy, rows, replicas, stages, gpu):
     kind, arrivals = parse_policy(policy, {})[1], drawn(rows)
     chunked = policy == "sarathi"
     limit = limits(gpu, 30, max_model_len=256, chunked=chunked, tokens=512)
@@ -120,7 +120,7 @@ def test_nobody_is_lost_in_pipelines(policy, rows, replicas, stages, gpu):
     rows=[(0.0, 1, 5), (0.0, 145, 2), (0.0, 1, 2)],
     pools=(1, 1), stages=(1, 4), blocks=(10, 10), seats=1, speed=300.0, host_s=0.005, most=None,
 )  # fmt: skip
-def test_nobody_is_lost_between_pipelines(policy, rows, pools, stages, blocks, seats, speed, host_s, most):
+def test_no_request_is_lost_between_pipelines(policy, rows, pools, stages, blocks, seats, speed, host_s, most):
     kind, arrivals, machine = parse_policy(policy, {})[1], drawn(rows), linear_machine()
     assert isinstance(machine.cost, LinearCost)
     machine.cost.prelude_base_s = host_s
@@ -152,7 +152,7 @@ def test_host_stages_and_hand_overs_follow_one_another():
 
 
 @pytest.mark.parametrize(("at_s", "place"), [(0.9, 5), (1.0 - 2e-9, 5), (1.0 - 5e-10, 4), (1.0, 4), (1.5, 4)])
-def test_who_is_idle_gets_a_turn_while_another_is_launched_alone(at_s, place):
+def test_what_is_idle_gets_a_turn_while_another_is_launched_alone(at_s, place):
     """The host is free at 1 s. Engine 5 is idle; engine 4 ends at 2 s."""
     pipeline = Pipeline(LinearCost((0.1, 0.0, 0.0), (0.1, 0.0, 0.0), 0.0, 1.0), 2, 0.0)
     pipeline.host_free_s = 1.0

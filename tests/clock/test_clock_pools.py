@@ -126,7 +126,7 @@ def test_a_full_decode_pool_holds_prefills_up():
 
 
 @pytest.mark.parametrize(("share", "second_s"), [(0.24, 0.3), (0.25, 0.3), (0.26, 0.1)])
-def test_who_waits_to_decode_holds_less_than_its_share_when_another_is_pulled(share, second_s, monkeypatch):
+def test_what_waits_to_decode_holds_less_than_its_share_when_another_is_pulled(share, second_s, monkeypatch):
     """Two prompts of 2 blocks, prefilled beside each other until 0.1; a copy takes 0.2 s. Of the decode engine's 8
     blocks a quarter is what the first holds until it has landed."""
     pulled, pull = {}, Pull._pull
@@ -149,7 +149,7 @@ def test_who_waits_to_decode_holds_less_than_its_share_when_another_is_pulled(sh
 @pytest.mark.parametrize("name", ["distserve:batching=sarathi", "splitwise", "memserve", "mooncake"])
 @settings(max_examples=15, deadline=None)
 @given(seed=st.integers(0, 10**6), seqs=st.integers(2, 4), gpu=st.sampled_from([30, 50]), tokens=st.integers(9, 32))
-def test_who_is_computed_again_in_chunks_has_a_seat(name, seed, seqs, gpu, tokens):
+def test_what_is_computed_again_in_chunks_has_a_seat(name, seed, seqs, gpu, tokens):
     """`CheckedEngine` counts the sequences of an iteration: no more than there are seats."""
     rng = random.Random(seed)
     rows = sorted((2 * rng.random(), rng.randint(1, 60), rng.randint(1, 60)) for _ in range(12))
@@ -206,7 +206,7 @@ def test_what_cannot_hand_over_is_refused(policy):
         simulate_pools(parse_policy(policy, {})[1], requests((0.0, 10, 2)), limits())
 
 
-def test_who_is_pulled_needs_all_its_blocks_although_some_could_be_hit():
+def test_what_is_pulled_needs_all_its_blocks_although_some_could_be_hit():
     """A sequence computed again where it decodes has blocks that others hit; theirs are sent nevertheless."""
     rows = [
         r._replace(hash_ids=(1, 2, 3, 4 + r.request_id), hash_block_tokens=16)

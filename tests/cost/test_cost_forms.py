@@ -306,7 +306,7 @@ def test_all_reduces_on_the_pcie_lane_stretch_copies_and_wait_for_units_on_their
         assert lanes.d2h.free_s == pytest.approx(seconds + (lanes.d2h.busy_s - seconds) / 60, rel=1e-4)
 
 
-def test_a_step_that_only_copies_shares_the_lane_with_nobody() -> None:
+def test_a_step_that_only_copies_shares_the_lane_with_nothing() -> None:
     """Prompts that leave no room for one another, on two L20s: some steps only start copies."""
     scenario = Scenario(
         workload="fixed", num_prompts=8, request_rate=1.0, input_len=4096, output_len=64, gpu="l20", tp=2,

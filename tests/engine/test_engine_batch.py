@@ -100,7 +100,7 @@ def test_two_tokens_an_iteration() -> None:
         assert sorted(np.diff(times)) == pytest.approx(sorted(each), abs=1e-12)
 
 
-def test_several_tokens_an_iteration_after_one_that_left_somebody_out() -> None:
+def test_several_tokens_an_iteration_after_one_that_left_a_sequence_out() -> None:
     """Gaps begin at each one's own last token: 0's at 0.4 s, 1's at 0."""
     batch, gaps = logged()
     seqs = member(batch, 0, 3, 9), member(batch, 1, 8, 9)
@@ -114,7 +114,7 @@ def test_several_tokens_an_iteration_after_one_that_left_somebody_out() -> None:
     assert [batch.num_generated_of(seq) for seq in seqs] == [6, 5]
 
 
-def test_who_was_left_out_has_one_long_gap_the_others_short_ones() -> None:
+def test_what_was_left_out_has_one_long_gap_the_others_short_ones() -> None:
     """Two, then three, of the three members have a token at 0.4, 0.7 and 1.2 s; the last waits for 1.2 s."""
     batch, gaps = logged()
     seqs = [member(batch, i, 5, 9) for i in range(3)]

@@ -25,7 +25,7 @@ def step(engine, now_s):
     return now_s + 1.0
 
 
-def test_who_fails_while_waiting_ends_at_once_in_error():
+def test_what_fails_while_waiting_ends_at_once_in_error():
     engine, (seq,), ended = started((0.0, 10, 5))
     engine.fail(seq, "copy lost")
     assert ended == [seq]
@@ -34,7 +34,7 @@ def test_who_fails_while_waiting_ends_at_once_in_error():
     assert not engine.has_unfinished
 
 
-def test_who_fails_while_running_ends_with_the_next_token_and_gives_its_blocks_back():
+def test_what_fails_while_running_ends_with_the_next_token_and_gives_its_blocks_back():
     engine, (seq, other), ended = started((0.0, 10, 50), (0.0, 10, 50))
     now_s = step(engine, step(engine, 0.0))
     engine.fail(seq, "kernel")
@@ -48,7 +48,7 @@ def test_who_fails_while_running_ends_with_the_next_token_and_gives_its_blocks_b
     assert other.error == ""
 
 
-def test_who_has_ended_cannot_fail():
+def test_what_has_ended_cannot_fail():
     engine, (seq,), ended = started((0.0, 10, 1))
     step(engine, 0.0)
     assert ended == [seq]

@@ -59,7 +59,7 @@ def test_small_pools_move_kv_in_every_way_that_a_system_has(variant, rows, sizes
 
 
 @pytest.mark.parametrize(("mechanism", "swapped"), [("swap", True), ("price", False)])
-def test_who_leaves_goes_in_pieces_or_is_computed_again_where_that_costs_less(mechanism, swapped):
+def test_what_leaves_goes_in_pieces_or_is_computed_again_where_that_costs_less(mechanism, swapped):
     """Told of a link on which a block takes an iteration."""
     policy, arrivals = policy_of(f"adaptive:tpot-slo-ms=5000,mechanism={mechanism}"), requests(*GROWING)
     machine = linear_machine(layers=4, swap_s_per_block=0.02)

@@ -45,7 +45,7 @@ def test_a_prompt_again_hits_all_but_its_last_block() -> None:
     assert hits((0.0, 100, 5, ids(1, 7)), (9.0, 100, 5, ids(1, 7))) == [0, 96]
 
 
-def test_a_prefix_is_hit_from_the_second_time_that_somebody_leaves_it() -> None:
+def test_a_prefix_is_hit_from_the_second_time_that_a_sequence_leaves_it() -> None:
     """80 of 200 tokens are shared. Windowed groups have nothing there until a prompt has parted from another there."""
     prompts = [(9.0 * i, 200, 5, ids(1, 5, *range(1000 * i, 1000 * i + 8))) for i in range(4)]
     assert hits(*prompts) == [0, 0, 80, 80]

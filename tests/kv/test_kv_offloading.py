@@ -96,7 +96,7 @@ def test_vllm_loads_at_any_price_and_the_run_says_what_that_cost():
     assert (tier.saved_s, tier.lost_s) == (0.0, pytest.approx(0.200 - 0.063))
 
 
-def test_who_takes_blocks_whose_store_is_under_way_waits_for_it():
+def test_what_takes_blocks_whose_store_is_under_way_waits_for_it():
     """A's store begins at 64 ms and ends at 104; B comes at 70 ms and needs its blocks."""
     outcome = run(A, B._replace(arrival_s=0.07))
     assert first_tokens(outcome)[1] == pytest.approx(0.104 + 0.096, abs=1e-12)
@@ -122,7 +122,7 @@ def test_scheduled_ahead_a_load_begins_and_is_seen_later(ahead, first_s, jump):
     assert outcome.by_id()[4].first_token_s == pytest.approx(first_s, abs=1e-12)
 
 
-def test_who_finds_its_prefix_being_stored_waits_for_that():
+def test_what_finds_its_prefix_being_stored_waits_for_that():
     """C comes at 80 ms, when the GPU has lost A's blocks to B but for two, and the host is being given them."""
     late = C._replace(arrival_s=0.08)
     outcome = run(A, named(1, 0.07, (5, 6, 7, 8)), late, store_s_per_block=0.1)
@@ -330,7 +330,7 @@ def test_keys_name_a_block_and_all_before_it():
 
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.tuples(st.lists(st.integers(1, 3), min_size=1, max_size=4), st.integers(0, 3)), max_size=30))
-def test_a_chain_forgets_what_nobody_uses_and_no_more(prompts):
+def test_a_chain_forgets_what_nothing_uses_and_no_more(prompts):
     """A prefix in use keeps its keys, and so do those before it; no key ever stands for two prefixes."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("sim.kv.index.block_chain.FEWEST_LINKS", 0)

@@ -165,7 +165,7 @@ def test_leaves_go_whole_and_the_longest_unused_first():
     assert (tree.num_idle, tree.num_evicted) == (0, 15)
 
 
-def test_who_is_looked_at_stays():
+def test_what_is_looked_at_stays():
     tree = RadixTree()
     one, two = (1, 2), (3, 4)
     for keys in (one, two):

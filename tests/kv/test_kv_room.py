@@ -60,7 +60,7 @@ def test_a_prompt_fits_beside_so_many_whole_blocks(system, more, taken, ever, no
     ],
     ids=["paged", "rings", "reserved"],
 )
-def test_who_returns_wants_a_block_more_and_takes_those_that_it_held(system, more, blocks, taken, most):
+def test_what_returns_wants_a_block_more_and_takes_those_that_it_held(system, more, blocks, taken, most):
     memory = memory_of(system, **more, taken=taken)
     seq = prompt()
     seq.num_blocks = 7
@@ -73,7 +73,7 @@ def test_who_returns_wants_a_block_more_and_takes_those_that_it_held(system, mor
 
 
 @pytest.mark.parametrize(("window", "largest"), [(None, 9), (RING, 10)], ids=["paged", "rings"])
-def test_who_fills_the_gpu_with_no_block_left_can_never_return(window, largest):
+def test_what_fills_the_gpu_with_no_block_left_can_never_return(window, largest):
     """Of rings 10 + 2 x 2 pool blocks and three of 30: what has all that the full layers could has not outgrown."""
     memory, seq = memory_of("vllm-swap", window=window), prompt()
     for seq.num_blocks in (largest, largest + 1):

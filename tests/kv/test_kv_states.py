@@ -88,12 +88,12 @@ def test_a_prompt_again_hits_the_state_before_its_last_token(exports: bool) -> N
     assert hits(limit, (0.0, 96, 5, ids(1, 6)), (9.0, 96, 5, ids(1, 6))) == [0, 80]
 
 
-def test_a_prefix_is_hit_from_the_second_time_that_somebody_leaves_it() -> None:
+def test_a_prefix_is_hit_from_the_second_time_that_a_sequence_leaves_it() -> None:
     prompts = [(9.0 * i, 200, 5, ids(1, 5, *range(1000 * i, 1000 * i + 8))) for i in range(4)]
     assert hits(limit_of(), *prompts) == [0, 0, 80, 80]
 
 
-def test_nobody_hits_a_state_in_the_step_that_computes_it() -> None:
+def test_nothing_hits_a_state_in_the_step_that_computes_it() -> None:
     """Equal prompts at once: the second waits for the next step, and hits then."""
     twins = [(0.0, 100, 5, ids(1, 7))] * 2
     assert hits(limit_of(), *twins) == [0, 96]

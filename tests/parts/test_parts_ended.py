@@ -62,13 +62,13 @@ def held(policy: Policy, work: Workload) -> list[str]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_who_has_ended_is_forgotten(name):
+def test_what_has_ended_is_forgotten(name):
     policy = parse_policy(name, {})[1]
     assert held(policy, pinned_engines.workload(policy, 3)) == []
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_who_never_fits_is_forgotten(name):
+def test_what_never_fits_is_forgotten(name):
     """Four blocks of 16 tokens: room for one of three prompts. Looked up, those that begin alike are noted."""
     policy = parse_policy(name, {})[1]
     limit = limits_of(policy, limits(gpu=4, host=8, max_model_len=128, block_bytes=65536.0), 8, None)

@@ -15,7 +15,7 @@ from sim.systems.vllm055 import VllmSwap
     [(True, 32, False), (True, 33, True), (False, 33, False)],
     ids=["fits the budget", "exceeds it", "decodes"],
 )
-def test_who_is_out_for_ever_is_given_up_unless_its_prompt_no_longer_fits_a_step(prefilling, rest, again):
+def test_what_is_out_for_ever_is_given_up_unless_its_prompt_no_longer_fits_a_step(prefilling, rest, again):
     """A budget of 32 tokens, and 64 tokens whose KV is on the host."""
     scheduler = build_engine(
         VllmSwap(), limits(tokens=32, seqs=32, chunked=True), linear_machine(), lambda seq: None
@@ -38,7 +38,7 @@ def test_who_is_out_for_ever_is_given_up_unless_its_prompt_no_longer_fits_a_step
     [(True, 32, 0, True), (True, 31, 0, False), (False, 1, 0, True), (False, 0, 0, False), (False, 9, 1, True),
      (False, 9, 2, False)],
 )  # fmt: skip
-def test_who_is_out_comes_back_where_budget_and_seats_just_last(prefilling, budget, num_seqs, comes):
+def test_what_is_out_comes_back_where_budget_and_seats_just_last(prefilling, budget, num_seqs, comes):
     """Of 96 tokens 64 have KV on the host: 32 are to compute, or one decodes. Two seats."""
     limit = limits(tokens=128, seqs=2, chunked=True)
     scheduler = build_engine(VllmSwap(), limit, linear_machine(), lambda seq: None).scheduler

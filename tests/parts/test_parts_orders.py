@@ -31,7 +31,7 @@ def waiting_in(system):
 
 @pytest.mark.parametrize("system", SYSTEMS.values(), ids=SYSTEMS)
 @pytest.mark.parametrize(("number", "is_prepared"), [(0, True), (2, False), (4, True)])
-def test_who_waits_can_be_taken_out_once(system, number, is_prepared):
+def test_what_waits_can_be_taken_out_once(system, number, is_prepared):
     order, seqs = waiting_in(system)
     if is_prepared:
         order.prepare(0.0)
@@ -57,7 +57,7 @@ def test_who_waits_can_be_taken_out_once(system, number, is_prepared):
 
 
 @pytest.mark.parametrize("system", SYSTEMS.values(), ids=SYSTEMS)
-def test_who_is_put_back_is_first_again_but_behind_all_where_hits_say_who_is_next(system):
+def test_what_is_put_back_is_first_again_but_behind_all_where_hits_say_what_is_next(system):
     order, seqs = waiting_in(system)
     order.prepare(0.0)
     first = [order.pop(), order.pop()]

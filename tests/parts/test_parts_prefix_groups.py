@@ -39,7 +39,7 @@ def test_nothing_is_no_group():
 
 @settings(max_examples=200, deadline=None)
 @given(seed=st.integers(0, 10**9))
-def test_everybody_is_in_one_group_whose_prefix_they_have(seed):
+def test_everything_is_in_one_group_whose_prefix_they_have(seed):
     dice = Random(seed)
     stems = [tuple(dice.randrange(2) for _ in range(dice.randrange(1, 9))) for _ in range(3)]
     prompts = [

@@ -11,7 +11,7 @@ ROWS = st.lists(st.tuples(st.integers(-2, 2), st.integers(0, 3)), max_size=12)
 
 
 @given(ROWS, st.data())
-def test_the_queue_is_sorted_and_says_who_was_in_it(rows, data):
+def test_the_queue_is_sorted_and_says_what_was_in_it(rows, data):
     seqs = [Sequence(Request(i, float(at), 5, 5, priority=priority)) for i, (priority, at) in enumerate(rows)]
     order = Priority()
     order.put_back(seqs[::2])

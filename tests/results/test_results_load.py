@@ -46,7 +46,7 @@ def test_a_few_long_answers_are_no_overload():
     assert overload(result_of(np.arange(10_001) / 100.0, 0, np.where(np.arange(10_001) % 10, 1.0, 900.0))) is None
 
 
-def test_a_growing_queue_is_one_even_where_nobody_has_ended():
+def test_a_growing_queue_is_one_even_where_nothing_has_ended():
     assert overload(result_of(EVENLY_S, EVENLY_S, EVENLY_S + 1000.0)).ended_per_s == 0.0
 
 
@@ -88,7 +88,7 @@ def test_a_queue_grows_by_more_than_three_deviations(num, grows):
     assert overload(result_of(SECONDS, 15.0, 23.0)) is None
 
 
-def test_who_has_not_ended_counts_where_the_first_stay_for_less_than_a_quarter():
+def test_what_has_not_ended_counts_where_the_first_stay_for_less_than_a_quarter():
     """On average of those that came in the first quarter, its end included: queues are left out."""
     late = SECONDS > 16
     first = SECONDS <= 8
@@ -128,7 +128,7 @@ def test_runs_below_and_above_what_their_memory_holds(rate, overloaded):
         assert (overload(assemble(finished(policy, options=options))) is not None) == overloaded
 
 
-def test_reports_say_who_is_overloaded_and_what_memory_each_was_given(tmp_path):
+def test_reports_say_what_is_overloaded_and_what_memory_each_was_given(tmp_path):
     steady = result_of(EVENLY_S, 0, 1.0, policy="a", scenario=scenario(num_cpu_blocks=1024))
     late = result_of(EVENLY_S, 0, EVENLY_S / 4.0 + 1.0, policy="b", scenario=scenario(num_cpu_blocks=512))
     lines = comparison_lines([steady, late], tmp_path)

@@ -208,7 +208,7 @@ def test_a_tail_against_the_mean_is_told():
     assert "But P99 TTFT rises from 15.3 s to 30.6 s (2.00x)." in text
 
 
-def test_only_who_parks_is_said_to_have_waited_for_room():
+def test_only_what_parks_is_said_to_have_waited_for_room():
     (text,) = sentences([result_of(), result_of("vllm-swap", mean_tpot_ms=82.0)])
     assert "Mean TPOT rises from 41 ms to 82 ms (2.00x)" in text and "wait for room" not in text
     (text,) = sentences([result_of(), layerkv(counters=counts(parked=1))])

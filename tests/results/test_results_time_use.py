@@ -104,7 +104,7 @@ def test_sums_are_those_over_single_requests_and_jumping_changes_no_part(policy)
         assert isclose(one or 0.0, other or 0.0, rel_tol=1e-6, abs_tol=1e-6)
 
 
-def test_who_is_scheduled_ahead_waits_for_others_and_is_not_preempted():
+def test_what_is_scheduled_ahead_waits_for_others_and_is_not_preempted():
     roomy = options_for("vllm-v1", num_gpu_blocks_override=4000, request_rate=4.0)
     ahead, serial = (
         assemble(finished(f"vllm-v1:async-scheduling={flag}", SERIES, roomy)) for flag in ("true", "false")
@@ -149,7 +149,7 @@ def test_what_cannot_be_told_is_left_out():
         ("distserve", {"prefill_replicas": 1, "decode_replicas": 1, "link_gbps": 10.0}),
     ],
 )
-def test_the_series_of_idle_engines_has_nobody_in_it(text, options):
+def test_the_series_of_idle_engines_has_nothing_in_it(text, options):
     quiet = Scenario(workload="fixed", num_prompts=12, request_rate=0.2, gpu="l20", input_len=900, **options)
     setup = prepare(quiet, *parse_policy(text, {}))
     run = execute(build_run(setup, traffic(quiet), keep=SERIES))

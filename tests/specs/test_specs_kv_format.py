@@ -212,7 +212,7 @@ layer_classes = st.builds(
 
 
 @given(layer_classes, st.integers(0, 300))
-def test_nobody_stores_more_than_is_read_or_reads_more_than_there_is(kv, position):
+def test_nothing_stores_more_than_is_read_or_reads_more_than_there_is(kv, position):
     most = 64.0 * sum(c.num_layers for c in kv.layers) * position
     assert stored_bytes(kv, position) <= read_bytes(kv, position) <= most
     assert kv.num_full_readers + kv.num_window_readers == sum(c.num_layers for c in kv.layers)

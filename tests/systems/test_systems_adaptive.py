@@ -66,7 +66,7 @@ def test_whose_first_token_is_late_lets_others_pass():
     assert ended[3].first_token_s - 3.9 < 1.0
 
 
-def test_who_has_time_makes_room_for_a_prompt_and_returns():
+def test_what_has_time_makes_room_for_a_prompt_and_returns():
     """A long answer with slack leaves for the host when a prompt finds no room; all of it meets its SLOs."""
     rows = requests((0.0, 400, 300), (0.5, 400, 20))
     limit = limits(gpu=46, host=100, tokens=512, chunked=True)
@@ -91,7 +91,7 @@ def test_as_many_decode_together_as_a_short_tpot_allows(predictor, tpot_ms):
     assert ours.log.good > 1.3 * theirs.log.good
 
 
-def test_nobody_starts_whose_first_token_would_be_late():
+def test_nothing_starts_whose_first_token_would_be_late():
     """Twice as many prompts as there is time for. Iterations of a whole budget last 0.35 s, and a prompt waits for two:
     117 were in time, and 45 a little late, when these were not counted."""
     rows = requests(*((0.02 * i, 1000, 20) for i in range(300)))
@@ -134,7 +134,7 @@ def test_a_burst_is_served_as_well_as_first_come_first_served(gpu, traffic_of, m
     assert good[0] > 1.1 * most_before
 
 
-def test_a_full_host_drops_whom_nobody_will_serve_in_time():
+def test_a_full_host_drops_what_nothing_will_serve_in_time():
     """A host for a few: those there are computed again, so that as many are good as with room for all."""
     good = dict.fromkeys((40, 4000), 0)
     # Of one load alone some are chance.
@@ -159,7 +159,7 @@ def test_more_requests_meet_their_slos_than_first_come_first_served(predictor):
     assert ours.log.good > 1.2 * theirs.log.good
 
 
-def test_with_room_for_all_nobody_is_passed_over():
+def test_with_room_for_all_nothing_is_passed_over():
     arrivals = crowd(gap_s=1.0)
     outcome = simulate(Adaptive(), arrivals, replace(ROOM, num_gpu_blocks=10_000), goodput=SLO)
     assert outcome.log.good == len(arrivals)
@@ -168,7 +168,7 @@ def test_with_room_for_all_nobody_is_passed_over():
     assert firsts == sorted(firsts)
 
 
-def test_patience_ends_the_wait_of_who_is_dear():
+def test_patience_ends_the_wait_of_what_is_dear():
     arrivals = crowd(gap_s=0.07)
     longest = []
     for patience_s in (0.0, 15.0):
@@ -235,7 +235,7 @@ def test_parking_needs_sequences_that_are_moved_whole(memory):
         simulate(mixed, requests((0.0, 16, 1)), limits())
 
 
-def test_who_decodes_the_last_token_that_it_had_takes_one_block_for_it():
+def test_what_decodes_the_last_token_that_it_had_takes_one_block_for_it():
     """33 tokens, computed again 16 at a time: the last, generated before, is left for a decode, in the ninth block."""
     rows = requests(*[(0.0, 1, 1)] * 4, (0.0, 30, 4), (0.0, 32, 2))
     limit = replace(limits(17, 0, block_size=4, max_model_len=64, seqs=2), max_num_batched_tokens=16)
@@ -288,7 +288,7 @@ def test_a_table_of_all_says_of_each_what_the_order_says(policy, monkeypatch):
     assert sum(num_equal) > 100
 
 
-def test_one_iteration_passes_before_who_has_joined_is_looked_at():
+def test_one_iteration_passes_before_what_has_joined_is_looked_at():
     """A prompt's last chunk lets request 0 join after the step has looked at it: the next step puts it back."""
     policy, machine = Adaptive(), linear_machine(1.0)
     limit = limits(gpu=48, host=0, block_size=1, max_model_len=64, seqs=1, tokens=16, chunked=True)
@@ -298,7 +298,7 @@ def test_one_iteration_passes_before_who_has_joined_is_looked_at():
 
 
 @pytest.mark.parametrize("at_s", [1.55, 1.6])
-def test_who_holds_all_blocks_but_one_returns_when_nothing_else_is_left(at_s):
+def test_what_holds_all_blocks_but_one_returns_when_nothing_else_is_left(at_s):
     """Seven of eight blocks leave for a prompt. Forecasts keep one more free than there is: it returns all the same."""
     policy = Adaptive(predictor="oracle", ttft_slo_ms=30_000.0)
     rows = requests((0.0, 32, 92), (at_s, 47, 23))

@@ -57,7 +57,7 @@ def test_a_turns_blocks_are_free_when_they_are_saved():
     assert outcome.by_id()[1].first_token_s == pytest.approx(0.144 + 0.096, abs=1e-12)
 
 
-def test_who_comes_back_while_its_turn_is_saved_hits_it_on_the_gpu():
+def test_what_comes_back_while_its_turn_is_saved_hits_it_on_the_gpu():
     outcome = run(A, C._replace(arrival_s=0.07), copy_s=0.020)
     assert outcome.by_id()[2].first_token_s == pytest.approx(0.070 + 0.016, abs=1e-12)
     assert outcome.scheduler.counters.tiers["host"].num_loads == 0
@@ -94,7 +94,7 @@ def test_single_turns_gain_nothing():
     assert other.scheduler.counters.tiers["host"].stored_blocks == 0
 
 
-def test_who_is_preempted_with_its_last_token_in_flight_saves_nothing():
+def test_what_is_preempted_with_its_last_token_in_flight_saves_nothing():
     """Five requests in eleven blocks of 4 tokens: its blocks are needed now, not when a copy has ended."""
     rows = requests((0.0, 1, 10), (0.01, 17, 5), (0.04, 5, 1), (0.04, 6, 11), (0.05, 11, 4))
     rows[1:] = [

@@ -63,7 +63,7 @@ LONG = turn(3, 2.0, (), 1)._replace(prompt_tokens=96, hash_ids=(), hash_block_to
 
 
 @pytest.mark.parametrize("jump", [True, False])
-def test_who_waits_has_its_prefix_fetched_meanwhile(jump):
+def test_what_waits_has_its_prefix_fetched_meanwhile(jump):
     """C arrives at 2.001 and waits for LONG until 2.096: by then its four blocks are on the host."""
     outcome = run(disk(), A, B, LONG, C._replace(arrival_s=2.0), jump=jump)
     assert outcome.by_id()[2].first_token_s == pytest.approx(2.096 + 0.0163, abs=1e-9)
@@ -77,7 +77,7 @@ def test_without_looking_ahead_it_waits_for_the_disk_then():
     assert tiers(outcome) == (0, 64)
 
 
-def test_who_is_admitted_during_its_fetch_waits_for_the_rest_of_it():
+def test_what_is_admitted_during_its_fetch_waits_for_the_rest_of_it():
     """40 ms a block: the fetch begins at 2.0 and ends at 2.161; LONG's end, at 2.096, lets C in.
 
     By price (161 ms as if the fetch had just begun) that is slower than computing, 80 ms.
@@ -92,7 +92,7 @@ def test_who_is_admitted_during_its_fetch_waits_for_the_rest_of_it():
     assert tiers(outcome) == (64, 0)
 
 
-def test_what_somebody_waits_for_gives_way_last_on_the_host():
+def test_what_a_sequence_waits_for_gives_way_last_on_the_host():
     """A (older) and D fill a host of eight. E ends while LONG and C wait, and its four blocks are to be saved."""
     d, e = turn(4, 1.0, (21, 22, 23, 24)), turn(5, 1.9, (31, 32, 33, 34), 2)
     late = C._replace(arrival_s=1.91)

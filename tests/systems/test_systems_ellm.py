@@ -136,7 +136,7 @@ def test_a_pass_lasts_as_the_kernels_and_copies_say():
     assert second.end_s - second.start_s == pytest.approx(fused_s + 21 * 0.0004 + 0.005)
 
 
-def test_who_cannot_be_held_within_the_slo_is_computed_again():
+def test_what_cannot_be_held_within_the_slo_is_computed_again():
     # T of the least ratio is 74 ms.
     steps, outcome = small(Ellm(layers_per_block=2, tpot_slo_ms=70.0))
     assert all(step.ratio == 0.0 for step in steps)

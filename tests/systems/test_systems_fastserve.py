@@ -171,7 +171,7 @@ SHORT_EVERY_30_MS = ((0.0, 70, 3), *((0.03 * k, 10, 1) for k in range(10)))
 """A prompt of 90 ms (level 1) and ten of 30 ms (level 0), which keep the one seat busy until 300 ms."""
 
 
-def test_who_waits_for_long_comes_first_by_hand() -> None:
+def test_what_waits_for_long_comes_first_by_hand() -> None:
     """Looks after every second iteration for what has waited 100 ms.
 
     | from | to | computes | |
@@ -237,7 +237,7 @@ def places(order: Mlfq) -> dict[object, Seen]:
 
 @some
 @given(data=st.data())
-def test_nobody_runs_while_another_on_the_gpu_stands_before_it(data: st.DataObject) -> None:
+def test_nothing_runs_while_another_on_the_gpu_stands_before_it(data: st.DataObject) -> None:
     """So never does the last level overtake. A sequence that leaves or returns over PCIe cannot run; all others can."""
     workload = data.draw(workloads(FastServe()))
     policy = FastServe(num_levels=data.draw(st.sampled_from([1, 2, 12])))
@@ -271,7 +271,7 @@ def test_prompts_start_in_the_queue_s_order(data: st.DataObject) -> None:
 
 @some
 @given(data=st.data())
-def test_nobody_waits_in_a_lower_level_beyond_the_bound(data: st.DataObject) -> None:
+def test_nothing_waits_in_a_lower_level_beyond_the_bound(data: st.DataObject) -> None:
     """With a look after every iteration: what has waited so long is in level 0 (waits for copies are none)."""
     workload = data.draw(workloads(FastServe()))
     policy = FastServe(starvation_s=0.1, starvation_check=1)
@@ -293,7 +293,7 @@ def test_nobody_waits_in_a_lower_level_beyond_the_bound(data: st.DataObject) -> 
 
 @some
 @given(data=st.data())
-def test_nobody_runs_longer_at_a_stretch_than_its_quantum_and_one_iteration(data: st.DataObject) -> None:
+def test_nothing_runs_longer_at_a_stretch_than_its_quantum_and_one_iteration(data: st.DataObject) -> None:
     """And levels only go down without starvation, and the last has no end."""
     workload = data.draw(workloads(FastServe()))
     policy = FastServe(quantum_ms=30.0, num_levels=4, starvation_s=1e6)
@@ -345,7 +345,7 @@ def test_new_prompts_wait_while_less_than_a_tenth_of_the_host_is_free(data: st.D
 
 @some
 @given(data=st.data())
-def test_who_loses_its_blocks_stands_behind_all_who_keep_theirs(data: st.DataObject) -> None:
+def test_what_loses_its_blocks_stands_behind_all_that_keep_theirs(data: st.DataObject) -> None:
     """Where blocks run out, or one that comes first has too few, the last in the queue is swapped before the step."""
     workload = data.draw(workloads(FastServe()))
     policy = FastServe()
@@ -364,7 +364,7 @@ def test_who_loses_its_blocks_stands_behind_all_who_keep_theirs(data: st.DataObj
 # -- memory follows the queue --------------------------------------------------------------------------------------
 
 
-def test_a_short_prompt_takes_the_blocks_of_who_stands_behind_it() -> None:
+def test_a_short_prompt_takes_the_blocks_of_what_stands_behind_it() -> None:
     """One seat, 8 blocks, 1 ms a copied block. Request 0 wants twenty tokens.
 
     | from | to | computes | |
@@ -386,7 +386,7 @@ def test_a_short_prompt_takes_the_blocks_of_who_stands_behind_it() -> None:
     assert counters.swap_out_blocks == counters.swap_in_blocks == 5
 
 
-def test_who_is_first_in_the_queue_comes_back_though_others_run() -> None:
+def test_what_is_first_in_the_queue_comes_back_though_others_run() -> None:
     """As in the worked swap, but request 1 goes on: 30 ms to 141, then 21 each. At 162 it goes to level 1, at 267 (5
     more, 105 of 100 ms) to the tail of level 2, behind 0: 0 wants 4 tokens, 1 has 23 to go.
 
@@ -407,7 +407,7 @@ def test_who_is_first_in_the_queue_comes_back_though_others_run() -> None:
     assert outcome.scheduler.counters.policy["proactive_swap_outs"] == 2
 
 
-def test_who_stands_before_the_prompt_keeps_its_blocks_and_runs_with_it() -> None:
+def test_what_stands_before_the_prompt_keeps_its_blocks_and_runs_with_it() -> None:
     """Three seats, 7 blocks, of which 0 and 1 have 3 each and run 100 of 100 ms: both to level 2. 2 came at 100, for
     level 0, and needs 2 blocks: 1, the last, goes out in 3 ms, and 0 runs with 2 (41 ms). 1 returns when 2 has ended
     (166), beside an iteration of 0, and runs from 187 on."""
@@ -449,7 +449,7 @@ def test_where_the_host_has_no_room_nothing_is_taken() -> None:
         assert outcome.by_id()[1].first_token_s == pytest.approx(first_s, abs=1e-9)
 
 
-def test_without_swapping_who_stands_behind_is_computed_again() -> None:
+def test_without_swapping_what_stands_behind_is_computed_again() -> None:
     """Request 0 loses 71 tokens of KV at 111 and computes 72 from 212 to 304, then two more tokens."""
     _, policy = parse_policy("fastserve:eviction=recompute,quantum-ms=50", {})
     _, outcome = by_hand(policy, ((0.0, 70, 5), (0.1, 60, 2)), limits(gpu=8, seqs=1, max_model_len=128))
@@ -457,7 +457,7 @@ def test_without_swapping_who_stands_behind_is_computed_again() -> None:
     assert outcome.by_id()[1].finish_s == pytest.approx(0.212, abs=1e-9)
 
 
-def test_nobody_takes_what_is_left_of_the_blocks_of_one_before_it() -> None:
+def test_nothing_takes_what_is_left_of_the_blocks_of_one_before_it() -> None:
     """11 blocks, three seats. At 140 prompt 1 (level 1) needs 4 blocks and 0 (level 2) gives up its 8. 2 (105 ms: level
     2, 6 blocks) would fit as well now, but stands behind 0, which comes next: 121 tokens from 241 to 382."""
     _, policy = parse_policy("fastserve:eviction=recompute,quantum-ms=50", {})
@@ -498,7 +498,7 @@ def test_what_stands_before_all_that_are_on_the_gpu_waits_for_copies_or_the_host
 
 @some
 @given(data=st.data())
-def test_who_loses_its_blocks_has_waited_as_long_as_before(data: st.DataObject) -> None:
+def test_what_loses_its_blocks_has_waited_as_long_as_before(data: st.DataObject) -> None:
     workload = data.draw(workloads(FastServe()))
     waits: dict[Sequence, float] = {}
 
@@ -531,7 +531,7 @@ def test_no_prompt_takes_the_blocks_that_a_decode_before_it_needs() -> None:
     assert outcome.scheduler.counters.preemptions == 0
 
 
-def test_who_is_promoted_has_the_first_level_s_quantum() -> None:
+def test_what_is_promoted_has_the_first_level_s_quantum() -> None:
     """Quanta of 50, 200, 800 ms. Request 0 (120 ms: level 1) goes to level 2 after 204 ms, runs 21 ms of 800, and waits
     from 225 for short ones that come every 30 ms. At 345 it has waited 100 ms and goes to level 0, behind the one that
     came at 330, which runs to 375. Then it has 50 ms: three iterations, to 438, and is behind what came by then."""
@@ -563,7 +563,7 @@ def test_a_tenth_of_a_small_host_is_rounded_up() -> None:
 # -- jumps ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_jump_stops_for_who_returns_since_another_was_demoted() -> None:
+def test_a_jump_stops_for_what_returns_since_another_was_demoted() -> None:
     """Stepped, a demotion lets another return at the next boundary; jumped, at the end of the jump."""
     policy = FastServe(starvation_s=0.05, starvation_check=3)
     rows = ((0.0, 60, 20), (0.0, 60, 50), (0.0, 60, 42), *(((0.0, 1, 1),) * 4))
@@ -571,7 +571,7 @@ def test_a_jump_stops_for_who_returns_since_another_was_demoted() -> None:
     check_jumps(policy, Workload(requests(*rows), limit, linear_machine(decode=(1 / 64, 0.0, 0.0))))
 
 
-def test_a_jump_stops_for_who_has_to_leave() -> None:
+def test_a_jump_stops_for_what_has_to_leave() -> None:
     """Blocks of one token, 116 of 200 shall be free. Request 0 pauses from 111 ms with 71; 1 has 10 from 141 and
     one more with each decode: 118, 117, 116, 115 are free at 162, 183, 204 and 225, when 0 leaves."""
     policy = FastServe(quantum_ms=50.0, min_free_blocks=116)
@@ -588,7 +588,7 @@ def test_a_jump_stops_for_who_has_to_leave() -> None:
     assert left[True] == pytest.approx(left[False], abs=1e-9)
 
 
-def test_a_jump_that_ends_at_a_look_for_who_starves_looks() -> None:
+def test_a_jump_that_ends_at_a_look_for_what_starves_looks() -> None:
     """A look after every iteration, none shall wait at all. Request 1 (90 ms: level 1) comes in the middle of a jump
     of request 0 in level 1 and goes to level 0 at once."""
     policy = FastServe(quantum_ms=50.0, starvation_s=0.0, starvation_check=1)
@@ -605,7 +605,7 @@ def test_quanta_that_end_together_end_in_the_queue_s_order() -> None:
 # -- what never comes back -----------------------------------------------------------------------------------------
 
 
-def test_who_holds_all_blocks_is_not_swapped_for_another() -> None:
+def test_what_holds_all_blocks_is_not_swapped_for_another() -> None:
     """8 blocks. Request 0 has 113 tokens in all of them and could not return with one to spare, as vLLM asks: it keeps
     them until it ends at 217 (133 ms and four times 21). Prompt 1 of level 0 came at 140 and takes 30 ms from then on.
     """
@@ -615,7 +615,7 @@ def test_who_holds_all_blocks_is_not_swapped_for_another() -> None:
     assert outcome.scheduler.counters.preemptions == 0
 
 
-def test_who_outgrows_the_gpu_is_given_up_at_once() -> None:
+def test_what_outgrows_the_gpu_is_given_up_at_once() -> None:
     """8 blocks of 16 tokens. Request 0 has 121 tokens at 140, of which the last is fed next, and 129 at 308 (eight more
     iterations): that has no block. Prompt 1 starts at once."""
     rows = ((0.0, 120, 20), (0.2, 10, 1))
@@ -627,7 +627,7 @@ def test_who_outgrows_the_gpu_is_given_up_at_once() -> None:
 
 
 @pytest.mark.parametrize("system", ["vllm-swap", "fastserve"])
-def test_who_is_given_up_holds_back_nobody(system: str) -> None:
+def test_what_is_given_up_holds_back_nothing(system: str) -> None:
     """Two blocks, of which 0 outgrows both: 1 is admitted all the same, since 0 counts no longer as decoding."""
     _, policy = parse_policy(f"{system}:admission=slack,tpot-slo-ms=30", {})
     rows = ((0.0, 30, 21), (0.2, 24, 8))
@@ -636,7 +636,7 @@ def test_who_is_given_up_holds_back_nobody(system: str) -> None:
     assert outcome.by_id()[1].first_token_s > 0.2
 
 
-def test_nobody_is_sent_out_and_called_back_for_ever() -> None:
+def test_nothing_is_sent_out_and_called_back_for_ever() -> None:
     """7 blocks, and 20 shall be free: had three that need all of them been swapped, the first of the others would have
     been called back as one of the first three, and sent out again since it is not."""
     policy = FastServe(quantum_ms=1e-3, starvation_s=0.05, starvation_check=3, min_free_blocks=20)

@@ -150,7 +150,7 @@ def test_the_book_is_the_minimum_of_equation_1(
         assert not book.is_blocked(prefill_s, now_s, tpot_s, 0)
 
 
-def test_who_outlived_its_bound_blocks_with_one_token_to_go() -> None:
+def test_what_outlived_its_bound_blocks_with_one_token_to_go() -> None:
     """21 tokens since 1.0 s, where 5 were sure: 1/4 s (20 + 1) - (2 + 1/16) = 51/16 s at 3.0 s; a slack met counts."""
     book = SlackBook(0.25, drop_irrecoverable=True)
     book.update(decoding(5, 21, 1.0), decoding=True)
@@ -249,7 +249,7 @@ def test_streaming_pays_the_link_every_step() -> None:
     }  # fmt: skip
 
 
-def test_nobody_forecasts_with_one_who_was_dropped_since() -> None:
+def test_nothing_forecasts_with_one_that_was_dropped_since() -> None:
     """Two stream, the forecast is short; then the host has no block for either, and one of them is dropped.
 
     What is left suffices: the two iterations to come are not short, be they one event or two.

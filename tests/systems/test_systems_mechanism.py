@@ -86,7 +86,7 @@ def crowd(count: int = 120) -> list:
     ("swap_s_per_block", "host", "choice"),
     [(FAST, 40, "price"), (0.01, 1000, "price"), (SLOW, 1000, "price"), (FAST, 1000, "swap"), (0.04, 40, "swap")],
 )
-def test_the_links_rate_says_who_is_swapped_and_no_block_is_lost(swap_s_per_block, host, choice):
+def test_the_links_rate_says_what_is_swapped_and_no_block_is_lost(swap_s_per_block, host, choice):
     """Engines that recount themselves; stepped and jumped alike."""
     room = limits(gpu=60, host=host, tokens=512, chunked=True)
     machine = linear_machine(swap_s_per_block=swap_s_per_block)
@@ -105,7 +105,7 @@ def test_the_links_rate_says_who_is_swapped_and_no_block_is_lost(swap_s_per_bloc
         assert any(len(seqs) > len(set(seqs)) for seqs in out) is (swap_s_per_block != FAST)
 
 
-def test_who_returns_takes_its_blocks_when_the_link_is_about_to_be_free():
+def test_what_returns_takes_its_blocks_when_the_link_is_about_to_be_free():
     """No copy back waits for others longer than an iteration, 0.1 s of which are far more than any takes."""
     room = limits(gpu=60, host=1000, tokens=512, chunked=True)
     outcome = simulate(Adaptive(mechanism="swap"), crowd(), room, machine=linear_machine(swap_s_per_block=0.04))

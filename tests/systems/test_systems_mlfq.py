@@ -47,7 +47,7 @@ def test_a_request_joins_the_first_level_whose_quantum_covers_its_prefill(prompt
     assert order.level_of(seq) == level
 
 
-def test_who_is_put_back_comes_first_in_its_level_the_last_preempted_first() -> None:
+def test_what_is_put_back_comes_first_in_its_level_the_last_preempted_first() -> None:
     order = queue()
     seqs = [sequence(i, prompt) for i, prompt in enumerate((5, 30, 5, 30))]
     for seq in seqs:
@@ -65,7 +65,7 @@ def test_who_is_put_back_comes_first_in_its_level_the_last_preempted_first() -> 
     assert ids(order) == [2, 0, 4, 1, 3]
 
 
-def test_who_has_waited_for_the_bound_goes_to_the_tail_of_the_first_level_at_every_third_iteration() -> None:
+def test_what_has_waited_for_the_bound_goes_to_the_tail_of_the_first_level_at_every_third_iteration() -> None:
     order = queue()
     early, late, short = sequence(0, 100, 0.5), sequence(1, 30, 0.9), sequence(2, 5, 1.0)
     for seq in (early, late, short):
@@ -88,7 +88,7 @@ def test_who_has_waited_for_the_bound_goes_to_the_tail_of_the_first_level_at_eve
     assert order.scheduler.counters.policy["starvation_promotions"] == 2
 
 
-def test_who_has_ended_is_forgotten() -> None:
+def test_what_has_ended_is_forgotten() -> None:
     order = queue()
     seq = sequence(0, 5)
     order.add(seq)
@@ -100,7 +100,7 @@ def test_who_has_ended_is_forgotten() -> None:
         order.level_of(seq)
 
 
-def test_residents_keep_their_place_among_those_who_wait() -> None:
+def test_residents_keep_their_place_among_those_that_wait() -> None:
     """Started 0 and 2 of 0, 1, 2 in one level: walked together they are 0, 1, 2; demoted, 0 comes last."""
     order = queue()
     seqs = [sequence(i, 5) for i in range(3)]
@@ -118,7 +118,7 @@ def test_residents_keep_their_place_among_those_who_wait() -> None:
     assert [seq.request.request_id for seq in order.in_order(lambda: True)] == [1, 0]
 
 
-def test_who_loses_its_kv_keeps_its_place_and_its_wait() -> None:
+def test_what_loses_its_kv_keeps_its_place_and_its_wait() -> None:
     """0, 1, 2, 3 in one level, of which 0 and 2 started; 2, then 0 lose their KV, popped 1 is put back as the first."""
     order = queue()
     seqs = [sequence(i, 5) for i in range(4)]
@@ -138,7 +138,7 @@ def test_who_loses_its_kv_keeps_its_place_and_its_wait() -> None:
     assert ids(order) == [1, 2, 3]
 
 
-def test_who_stands_behind() -> None:
+def test_what_stands_behind() -> None:
     """1 and 2 of level 0 and 0 of level 2 hold KV; 3 waits in level 0 behind them."""
     order = queue()
     seqs = [sequence(i, prompt) for i, prompt in enumerate((30, 5, 5, 5))]

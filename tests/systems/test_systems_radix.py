@@ -129,7 +129,7 @@ def num_decodes_before(outcome, request_id):
 
 
 @pytest.mark.parametrize("jump", [True, False])
-def test_who_waits_starts_when_less_growth_is_expected(jump):
+def test_what_waits_starts_when_less_growth_is_expected(jump):
     """1,100 tokens. The first has 20 + 1,000, the second wants 300 + 100 = 400.
 
     After k decodes 1,080 - k are free, the ratio is 0.7 - 0.001 k and 999 - k are to come: the difference is 399.5 at
@@ -160,7 +160,7 @@ def test_in_pages_a_start_just_before_the_ratio_stays_is_not_jumped_over(jump):
     assert num_decodes_before(outcome, 1) == 600
 
 
-def test_caution_and_what_is_asked_for_keep_who_waits_out():
+def test_caution_and_what_is_asked_for_keep_what_waits_out():
     """The least ratio times 10 is 1: all that the first may generate is kept room for. Asking for as much does, too."""
     rows = plain((0.0, 20, 1000), (0.001, 300, 100))
     outcome = simulate(Radix(schedule_conservativeness=10.0), rows, radix_limits(1100))
@@ -189,7 +189,7 @@ def test_the_fewest_tokens_and_the_longest_prompt_are_computed_again():
 
 
 @pytest.mark.parametrize(("gpu", "preempted"), [(113, [0, 1, 1]), (114, [0, 0, 1])])
-def test_who_is_left_has_room_for_twenty_tokens_each(gpu, preempted):
+def test_what_is_left_has_room_for_twenty_tokens_each(gpu, preempted):
     """Three prompts of 10, 10 and 12 have 32 + 27 x 3 = 113 tokens when three more are wanted: the last gives 39 back.
 
     Two that are left want 40, which a pool of 114 has then; one of 113 takes the second out as well.
@@ -211,7 +211,7 @@ def test_long_prompts_go_on_before_others_start_or_decode():
     assert [plan.num_decodes for plan, _, _ in outcome.plans[1:5]] == [0, 0, 0, 0]
 
 
-def test_who_computes_the_same_at_once_keeps_one_copy():
+def test_what_computes_the_same_at_once_keeps_one_copy():
     """Ten prompts of 50 equal tokens in one step: each is computed, as none was first, and 49 + 10 own are kept."""
     rows = prompts(*((0.0, "x" * 50, 5) for _ in range(10)))
     outcome = simulate(Radix(), rows, radix_limits(1000))

@@ -128,7 +128,7 @@ def test_predictions_are_trusted_as_long_as_they_can_be(lower, median, generated
     assert price_of().tokens_left(seq, generated) == left
 
 
-def test_nobody_gets_more_than_the_context_has_room_for():
+def test_nothing_gets_more_than_the_context_has_room_for():
     """A context of 100 tokens, 90 of them the prompt: ten in all, whatever the predictor says, if there is one."""
     price = RequestPrice(linear_machine().cost, limits(), longest=100)
     seq = Sequence(Request(0, 0.0, 90, 10**6))

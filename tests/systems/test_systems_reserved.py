@@ -102,7 +102,7 @@ def test_all_of_a_small_pool_may_be_reserved() -> None:
 @pytest.mark.parametrize("policy", [Orca(), FasterTransformer()])
 @some
 @given(data=st.data())
-def test_nobody_is_ever_preempted(policy: Policy, data: st.DataObject) -> None:
+def test_nothing_is_ever_preempted(policy: Policy, data: st.DataObject) -> None:
     """Whatever the pool: what is admitted has all that it may ever need."""
     workload = data.draw(workloads(policy))
     steps, outcome = over(policy, workload)
@@ -115,7 +115,7 @@ def test_nobody_is_ever_preempted(policy: Policy, data: st.DataObject) -> None:
 
 @some
 @given(data=st.data())
-def test_orca_decodes_everybody_in_every_iteration_and_admits_in_order_of_arrival(data: st.DataObject) -> None:
+def test_orca_decodes_everything_in_every_iteration_and_admits_in_order_of_arrival(data: st.DataObject) -> None:
     workload = data.draw(workloads(Orca()))
     steps, _ = over(Orca(), workload)
     assert all(len(step.decodes) == step.num_members for step in steps)

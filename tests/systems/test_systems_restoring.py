@@ -212,7 +212,7 @@ def test_with_grouped_queries_a_victim_is_swapped_in():
     assert not any(plan.mixed_restores for plan, *_ in outcome.plans)
 
 
-def test_who_was_placed_last_is_the_first_to_run_unsaved():
+def test_what_was_placed_last_is_the_first_to_run_unsaved():
     limit = limits(gpu=100, host=6, max_model_len=512, block_bytes=BLOCK_BYTES)
     said = []
 

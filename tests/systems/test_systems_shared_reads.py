@@ -43,7 +43,7 @@ def decodes(outcome):
 # -- ChunkAttention -----------------------------------------------------------------------------------------------
 
 
-def test_a_chunk_is_read_once_for_all_who_share_it():
+def test_a_chunk_is_read_once_for_all_that_share_it():
     """Three prompts of 150 equal tokens and 10 own: two whole chunks of 64 are common, which two read again.
 
     The first computes 160; the others arrive meanwhile and compute 160 - 128 each. Then all decode: contexts of 161
@@ -178,7 +178,7 @@ def test_one_level_only():
     assert outcome.scheduler.counters.prefix_hit_tokens == 4 * 192
 
 
-def test_who_comes_later_is_planned_later():
+def test_what_comes_later_is_planned_later():
     """One seat: 0 runs, 1 and 2 were planned with it, 3 has a longer answer and the prefix of 0, and still waits."""
     rows = prompts((0.0, 1, 32, 4, 20), (0.0, 2, 32, 4, 4), (0.0, 3, 32, 4, 3), (0.1, 1, 32, 4, 90))
     limit = replace(batch_limits(1000), max_num_seqs=1)
@@ -186,7 +186,7 @@ def test_who_comes_later_is_planned_later():
 
 
 @pytest.mark.parametrize("jump", [True, False])
-def test_a_plan_is_of_those_who_came_first_though_a_batch_runs_to_its_end(jump):
+def test_a_plan_is_of_those_that_came_first_though_a_batch_runs_to_its_end(jump):
     """0 runs alone until both others are there: 1 came first and is a plan of its own, though 2 has a longer answer."""
     rows = prompts((0.0, 1, 32, 4, 20), (0.1, 2, 32, 4, 4), (0.2, 3, 32, 4, 90))
     policy = parse_policy("batchllm:batching=request-level", {})[1]

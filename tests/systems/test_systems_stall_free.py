@@ -107,7 +107,7 @@ def test_sarathi_keeps_the_watermark_free() -> None:
     assert steps[0].chunks == {0: 1584}
 
 
-def test_who_finds_no_block_preempts_the_tail_which_is_computed_again() -> None:
+def test_what_finds_no_block_preempts_the_tail_which_is_computed_again() -> None:
     """4 blocks of 16 and a watermark of none (1 % of 4). Requests 0 and 1 hold two each (17 to 32 tokens cached).
 
     | from | to | decodes | prompts | |

@@ -94,7 +94,7 @@ class SlackAdmission(Watermark):
         prefills = "" if self._refused_s is None else f", prefills {self._refused_s * 1e3:.0f} ms"
         if self._least_s is None:
             return f"less slack{prefills}" if prefills else ""
-        return f"slack {self._least_s * 1e3:.0f} ms{prefills}" if self._least_s < inf else "nobody's slack to keep"
+        return f"slack {self._least_s * 1e3:.0f} ms{prefills}" if self._least_s < inf else "no slack to keep"
 
     def admitted(self, seq: Sequence) -> None:
         self._admitted_s += self.prefill_s(seq.num_tokens)

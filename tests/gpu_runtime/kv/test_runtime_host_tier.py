@@ -171,7 +171,7 @@ def test_what_could_not_be_saved_is_computed_again(variant, monkeypatch):
 
 @pytest.mark.usefixtures("worthwhile")
 @pytest.mark.parametrize("variant", [*TIERED, *RETAINED])
-def test_a_load_that_fails_ends_who_reads_it_and_nobody_else(variant, monkeypatch):
+def test_a_load_that_fails_ends_what_reads_it_and_nothing_else(variant, monkeypatch):
     failed = failing(monkeypatch, "copy_layer", 0.1)
     served, arrivals = serve_unchecked(variant)
     monkeypatch.undo()
@@ -228,7 +228,7 @@ def test_blocks_on_the_host_outlive_their_sequence_and_come_back():
     assert (facts.gpu.num_free, facts.host.num_free) == (8, 4)
 
 
-def test_blocks_that_hold_nothing_are_computed_by_who_would_load_them():
+def test_blocks_that_hold_nothing_are_computed_by_what_would_load_them():
     facts = Facts()
     a, b = facts.seq("a"), facts.seq("b")
     facts.replay(Place(a, (0,), 3, 0))
@@ -243,7 +243,7 @@ def test_blocks_that_hold_nothing_are_computed_by_who_would_load_them():
     assert facts.placement.hosted.load(Load(b, 0, (71,)), [0]) == []
 
 
-def test_blocks_of_one_who_failed_are_computed_by_who_would_load_them():
+def test_blocks_of_one_that_failed_are_computed_by_what_would_load_them():
     facts = Facts()
     a, b = facts.seq("a"), facts.seq("b")
     facts.replay(Place(a, (0,), 3, 0))

@@ -108,7 +108,7 @@ def test_whoever_comes_in_the_same_iteration_hits_what_it_computes():
 
 @pytest.mark.parametrize("most", [4, 8])
 @pytest.mark.parametrize("variant", ["vllm-v1", "vllm-recompute"])
-def test_who_shares_with_one_that_failed_computes_it_again(variant, most, monkeypatch):
+def test_what_shares_with_one_that_failed_computes_it_again(variant, most, monkeypatch):
     """Whatever has more tokens in one pass runs out of memory. Its blocks are hit all the same, and hold nothing."""
     right, policy, arrivals = Decoder.forward, policy_of(variant), alike(requests(*ALIKE), kinds=1)
 

@@ -173,7 +173,7 @@ def facts():
     return found
 
 
-def test_who_shares_holds_the_same_blocks(facts):
+def test_what_shares_holds_the_same_blocks(facts):
     a, b = facts.seq("a"), facts.seq("b")
     facts.replay(Keep(a, 0, 2, "run"), Hit(b, 0, 2, "run"), Place(b, (0,), 3, 0))
     assert facts.ids("b")[:2] == facts.ids("a")[:2]
@@ -197,7 +197,7 @@ def test_a_cached_run_goes_from_hand_to_hand_and_in_parts(facts):
     assert facts.gpu.num_free == 6
 
 
-def test_what_is_hit_before_it_is_computed_is_computed_by_who_needs_it(facts):
+def test_what_is_hit_before_it_is_computed_is_computed_by_what_needs_it(facts):
     """`a` grows by two blocks in the same plan in which `b` hits them."""
     a, b = facts.seq("a"), facts.seq("b")
     facts.replay(Keep(a, 0, 5, "run"), Hit(b, 0, 5, "run"), Place(b, (0,), 6, 0))

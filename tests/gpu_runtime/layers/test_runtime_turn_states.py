@@ -142,7 +142,7 @@ def test_a_wrong_plan_is_found_out(monkeypatch, mistake):
 
 
 @pytest.mark.parametrize("split", [SPLIT, LayerSplit(0, 2, 2), LayerSplit(0, 0, 4)], ids=str)
-def test_states_that_cannot_be_copied_are_computed_and_end_nobody(monkeypatch, split):
+def test_states_that_cannot_be_copied_are_computed_and_end_nothing(monkeypatch, split):
     arrivals = spread(ALIKE * 3)
     with failing_copies("copy_rows", 0.1):
         served = serve(monkeypatch, split, arrivals, kind=TorchDevice)
@@ -160,7 +160,7 @@ def test_a_restore_for_which_there_is_no_memory_is_computed(monkeypatch):
     assert failed and all("out of memory" in reason for _, reason in failed)
 
 
-def test_what_ran_out_of_memory_is_nobody_s_state(monkeypatch):
+def test_what_ran_out_of_memory_is_no_sequence_s_state(monkeypatch):
     arrivals = spread(ALIKE * 3)
     with running_out(Decoder, "forward", 0.3):
         served = serve(monkeypatch, arrivals=arrivals, kind=TorchDevice)

@@ -74,7 +74,7 @@ def test_decodes_run_in_graphs_and_nothing_else_does(variant, graphed):
 
 
 @pytest.mark.parametrize("variant", ["hcache", "ellm:layer-order=contiguous"])
-def test_who_needs_more_than_blocks_runs_no_graph(variant, graphed):
+def test_what_needs_more_than_blocks_runs_no_graph(variant, graphed):
     graphed.check(variant, ROWS, gpu=60)
     assert {kind for kind, _ in graphed.passes} == {"prompt", "decode"}
 

@@ -69,7 +69,7 @@ def test_any_iterations_give_the_logits_of_plain_torch(steps, block_tokens, kv_d
             torch.testing.assert_close(found[seq], expected[seq], atol=2e-5, rtol=1e-4)
 
 
-def test_a_layers_input_stays_for_who_keeps_it():
+def test_a_layers_input_stays_for_what_keeps_it():
     """Sums and norms are made in place; what runs behind a layer may save what entered it."""
     ours, theirs = runners()
     for runner in (ours, theirs):
