@@ -169,9 +169,19 @@ class KVFormat(msgspec.Struct, frozen=True):
         return sum(layers.num_layers * layers.context_share for layers in self.layers)
 
     @property
+    def index_reads(self) -> float:
+        """Of `context_reads`, what is read to find the tokens that are attended to."""
+        return sum(layers.num_layers * layers.index_share for layers in self.layers)
+
+    @property
     def is_dense(self) -> bool:
         """Whether every layer reads the whole context, once."""
         return self.window is None and all(layers.context_share == 1.0 for layers in self.layers)
+
+    @property
+    def keeps_all(self) -> bool:
+        """Whether all layers keep all of their own KV."""
+        return all(n.num_stored == n.num_layers and n.kept_share == 1.0 and not n.keeps_window for n in self.layers)
 
     @property
     def num_full_stored(self) -> int:

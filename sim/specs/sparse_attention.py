@@ -12,6 +12,8 @@ Sparsity) gains bandwidth alone, and has an index beside the KV. A prompt that i
 - ClusterKV: Liu et al., "ClusterKV: Manipulating LLM KV Cache in Semantic Space ...", DAC 2025 (2412.03213);
 - SnapKV: Li et al., "SnapKV: LLM Knows What You Are Looking for before Generation", NeurIPS 2024 (2404.14469);
 - PyramidInfer: Yang et al., "PyramidInfer: Pyramid KV Cache Compression ...", Findings of ACL 2024 (2405.12532);
+- InfiniGen: Lee et al., "InfiniGen: Efficient Generative Inference of Large Language Models with Dynamic KV Cache
+  Management", OSDI 2024 (2406.19707);
 - KVPress: NVIDIA's library of methods that drop a share of a prompt's KV (github.com/NVIDIA/kvpress).
 
 Not simulated: what it does to answers. Not priced: choosing the tokens (top-k, H2O's sums of scores), and reading them
@@ -207,9 +209,23 @@ class DoubleSparsity(SparseAttention):
         return _selected(model, self.dense_layers, share=self.share, index_share=labels)
 
 
+@dataclass(frozen=True, kw_only=True)
+class InfiniGen(DoubleSparsity):
+    """As Double Sparsity, by channels of skewed keys in full width; made for KV on the host (`kvpr`).
+
+    Assumed: a fixed share, the paper's most; the original fetches fewer where scores say so, the same for all layers.
+    """
+
+    name: ClassVar[str] = "infinigen"
+    share: float = _share("of the tokens, those fetched", 0.2)
+    channels: float = _share("of a key's channels, those that stay on the GPU", 0.2)
+    label_bits: int = _tokens("of an element of these", 16)
+    dense_layers: int = _dense_layers(1)
+
+
 METHODS: dict[str, type[SparseAttention]] = {
     method.name: method
-    for method in (StreamingLLM, H2O, SnapKV, KVPress, PyramidInfer, Quest, ClusterKV, DoubleSparsity)
+    for method in (StreamingLLM, H2O, SnapKV, KVPress, PyramidInfer, Quest, ClusterKV, DoubleSparsity, InfiniGen)
 }
 
 

@@ -72,10 +72,15 @@ class Builder:
         if self.limits.has_window_groups:
             raise UserError(f"{asked}: {self.deployment.model.name} has layers that keep a window only{remedy}")
 
-    def refuse_unlike_layers(self) -> None:
-        """UserError for models whose layers share their KV or attend to a part of the context."""
-        model, is_windowed = self.deployment.model, self.limits.window is not None
-        if model.num_stored_layers < model.num_layers or is_windowed or not model.kv_format().is_dense:
+    def refuse_unlike_layers(self, *, selected: bool = False) -> None:
+        """UserError for models whose layers share their KV or attend to a part of the context.
+
+        Args:
+            selected: a share of all that is kept may be attended to.
+        """
+        model = self.deployment.model
+        kv = model.kv_format()
+        if not kv.keeps_all or self.limits.window is not None or not (selected or kv.is_dense):
             what = f"layers of {model.name} share their KV or attend to a part of the context"
             raise UserError(f"memory={self.names['memory']}: {what}")
 

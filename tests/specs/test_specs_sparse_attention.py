@@ -1,6 +1,7 @@
 """Attention to a part of the context: what is read and kept by hand, prices and pools of it, and what is refused."""
 
 from dataclasses import replace
+from math import ceil
 
 import pytest
 from hypothesis import given
@@ -27,6 +28,7 @@ LAYER_BYTES = 16_384
 """Of Llama-2-7B, a token and layer: 2 x 32 heads x 128 elements x 2 bytes."""
 KEPT = ("quest:budget=40", "quest:budget=7,page=4,dense-layers=0", "clusterkv:budget=30", "double-sparsity")
 FORGOTTEN = ("streaming-llm:window=40,sinks=1", "h2o:budget=24", "pyramidinfer:share=0.4")
+HOSTED = ("infinigen", "double-sparsity:dense-layers=2")
 COMPRESSED = ("snapkv:budget=20", "kvpress:compression-ratio=0.7")
 """Prompts, when they have been computed."""
 
@@ -58,6 +60,8 @@ def tokens_read(method: str, context: int) -> float:
         ("clusterkv:budget=1024,dense-layers=0", 32_000, 1024 + 200),
         # A sixteenth of the tokens; labels of a sixteenth of the keys' channels, in 4 of 16 bits: 1/128.
         ("double-sparsity", 12_800, 800 + 100),
+        # A fifth of the tokens, and a tenth of their KV as a fifth of the keys' channels; the first layer reads all.
+        ("infinigen", 3200, (3200 + 31 * (640 + 320)) / 32),
         ("double-sparsity:share=0.25,channels=0.5,label-bits=16", 1000, 250 + 250),
     ],
 )
@@ -207,6 +211,31 @@ def test_no_bound_counts_tokens_that_are_not_read(method):
     assert not work.blocks[0]
 
 
+def test_kv_that_is_selected_on_the_host_keeps_to_it():
+    policy = "kvpr:partial-recompute=false"
+    check(parse_policy(policy, {})[1], examples=15, among=workloads(policy, HOSTED))
+
+
+def test_a_decode_fetches_what_it_attends_to_and_the_index_stays_on_the_gpu():
+    """Of 100 tokens, 7 blocks: InfiniGen's first layer reads all, 31 layers a fifth, by a tenth more as index.
+
+    A block has KV of 32 layers and index of 3.1; the host holds as much as half of the GPU's pool has index for.
+    """
+    found = setup("infinigen", "kvpr:partial-recompute=false", num_gpu_blocks_override=200, max_model_len=256)
+    plain, pools, seen = linear_machine(found.limits.block_bytes), {}, []
+    machine = Machine(found.model, plain.cost, plain.profile, plain.hardware)
+
+    def observe(scheduler):
+        pools.update(gpu=scheduler.gpu.num_blocks, host=scheduler.host.num_blocks)
+        return lambda plan, *_: seen.extend(plan.streamed)
+
+    simulate(found.policy, requests((0.0, 100, 3)), found.limits, machine=machine, jump=False, observe=observe)
+    index, fetched = 3.1 / 35.1, (1 + 31 / 5) / 35.1
+    host = int(100 / index)
+    assert pools == {"gpu": 32 * (200 - ceil(host * index)), "host": 32 * host}
+    assert [(record.num_groups, record.num_read) for record in seen] == [(32, 32 * ceil(7 * fetched))] * 2
+
+
 @given(st.sampled_from([*KEPT, *FORGOTTEN]), st.integers(1, 2000))
 def test_no_method_reads_more_than_its_index_beside_the_context(method, context):
     kv = with_sparse_attention(LLAMA, parse_sparse_attention(method)).kv_format()
@@ -235,7 +264,10 @@ def test_no_method_reads_more_than_its_index_beside_the_context(method, context)
         ("quest:budget=9,dense-layers=32", "vllm-v1", {}, "are all 32 layers of llama-2-7b: give fewer"),
         ("h2o:budget=9", "vllm-v1", {}, "vllm-v1 splits prompts; give --no-enable-chunked-prefill"),
         ("h2o:budget=9", "layerkv", {}, "eviction=layer-offload keeps the whole context; take vllm-recompute"),
-        ("double-sparsity", "kvpr", {}, "share their KV or attend to a part of the context"),
+        ("double-sparsity", "hcache", {}, "share their KV or attend to a part of the context"),
+        ("quest:budget=9", "kvpr", {}, "share their KV or attend to a part of the context"),
+        ("infinigen", "kvpr:stage=stream", {}, "share their KV or attend to a part of the context"),
+        ("infinigen", "kvpr", {}, "give kvpr:partial-recompute=false"),
         ("quest:budget=9", "vllm-v1", {"model": "gemma-3-27b"}, "keep a window, or share KV"),
         ("quest:budget=9", "vllm-v1", {"model": "deepseek-v2-lite"}, "keep latents"),
         ("quest:budget=9", "vllm-v1", {"cost_form": "paper"}, "prices of form paper are those of the whole context"),

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, ClassVar, Self
 
 from sim.engine.changes import Direction, Projected
 from sim.engine.plan import IterationPlan, StepTimes
+from sim.errors import UserError
 from sim.parts.needs import Need
 from sim.systems.kvpr.options import PartialRecomputeOptions
 from sim.systems.layerkv.stream import Stream
@@ -21,6 +22,11 @@ if TYPE_CHECKING:
 class BlockSeconds:
     """What a block of one layer takes: its tokens' inputs copied, its KV projected from them, and its KV copied, s."""
 
+    fetched_share: float = 1.0
+    """Of blocks, what a decode attends to."""
+    index_share: float = 0.0
+    """Of blocks, what finds it: it stays on the GPU."""
+
     def __init__(self, inputs_s: float, projection_s: float, kv_s: float, input_share: float) -> None:
         """`input_share`: bytes of inputs, of those of KV."""
         self.inputs_s, self.projection_s, self.kv_s = inputs_s, projection_s, kv_s
@@ -30,14 +36,20 @@ class BlockSeconds:
     def of(cls, b: "Builder") -> Self:
         """Of a deployment's prices; inputs that are not to be used take for ever."""
         model, cost, size = b.deployment.model, b.deployment.cost, b.limits.block_size
+        kv, recomputes = model.kv_format(), b.options(PartialRecomputeOptions).partial_recompute
+        if recomputes and not kv.is_dense:
+            raise UserError(
+                "--kvpr-partial-recompute: a context's first tokens are computed again, and --sparse-attention chooses "
+                "others; give kvpr:partial-recompute=false"
+            )
         layer_bytes, input_bytes = b.limits.block_bytes / model.num_layers, size * model.hidden_bytes_per_token_layer
-        copied_s = (
-            cost.copy_s(input_bytes, 0, Direction.H2D) if b.options(PartialRecomputeOptions).partial_recompute else inf
-        )
-        return cls(
-            copied_s, cost.project_s(size),
+        found = cls(
+            cost.copy_s(input_bytes, 0, Direction.H2D) if recomputes else inf, cost.project_s(size),
             cost.copy_s(layer_bytes, cost.num_copies(1, 1), Direction.H2D), input_bytes / layer_bytes,
         )  # fmt: skip
+        stored = model.num_layers + kv.index_reads
+        found.fetched_share, found.index_share = (kv.context_reads - kv.index_reads) / stored, kv.index_reads / stored
+        return found
 
     def layer_s(self, blocks: int, projected: int) -> float:
         """T(l) for `projected` of `blocks` blocks."""
@@ -92,7 +104,7 @@ class PartialRecompute(Stream):
         projected = self.seconds.projected(cached)
         size, written = self.blocks.block_size, hosted * members
         inputs = ceil(written * self.seconds.input_share / size)
-        read = hosted * (cached - projected)
+        read = hosted * ceil((cached - projected) * self.seconds.fetched_share)
         plan.streamed += (Projected(hosted, read, written + inputs, projected * size, inputs),)
         if grown:
             self.blocks.grow_hosted(hosted * grown)
