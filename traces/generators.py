@@ -12,6 +12,7 @@ from math import isfinite
 import numpy as np
 
 from traces.arrivals import CHUNK, Clock, SteadyClock, bursts, ramp, unit_chunks
+from traces.documents import with_documents
 from traces.errors import TraceError
 from traces.lengths import IntArray, load_model, uniform_lengths
 from traces.rates import MOST, check_count, check_rate, check_seed
@@ -38,13 +39,15 @@ def generate(
     """Yield `num_prompts` requests of the workload `name` (see `WORKLOADS`), the first at time 0.
 
     - `request_rate`: requests per second; None is the workload's own rate (`azure-conv-2023`: 5.53, the trace's), else
-      1. Infinity puts all requests at 0 (`fixed`, `uniform`, `azure-conv-2023`, `sharegpt`).
+      1. Infinity puts all requests at 0 (`fixed`, `uniform`, `documents`, `azure-conv-2023`,
+      `sharegpt`).
     - `burstiness`: gamma shape of the intervals, 1 for Poisson, their CV being burstiness ** -0.5. Where
       `azure-conv-2023` runs at its own rate, 1 (the default) stands for its own burstiness of 0.835, a CV of 1.09.
     - `input_len`, `output_len`: tokens; they replace the lengths of a fitted workload, and are the mean elsewhere.
-    - further options by workload: `range_ratio` (uniform, sessions), `end_rate` (ramp), `burst_factor`, `burst_period`
-      and `burst_duration` in s (burst), `turns`, `think_time` in s, `shared_prefix`, `prefix_groups`, `max_context`,
-      `hash_block_tokens` (sessions); see `traces.sessions.SessionShape`.
+    - further options by workload: `range_ratio` (uniform, sessions, documents), `end_rate` (ramp), `burst_factor`,
+      `burst_period` and `burst_duration` in s (burst), `turns`, `think_time` in s, `shared_prefix`, `prefix_groups`,
+      `max_context`, `hash_block_tokens` (sessions; see `traces.sessions.SessionShape`), `documents`, `document_len`,
+      `corpus`, `skew`, `hash_block_tokens` (documents; see `traces.documents`).
 
     Raises `TraceError` at once for an unknown name or option, or a value out of range.
     """
@@ -73,8 +76,10 @@ def generate(
     if model is not None:
         lengths = _modelled(model.lengths.sample, seed, input_len, output_len)
     else:
-        lengths = _around(input_len or 512, output_len or 128, options.get("range_ratio", 0.0), seed)
-    return islice(_requests(clock, burstiness, seed, lengths), num_prompts)
+        own_tokens = 64 if name == "documents" else 512
+        lengths = _around(input_len or own_tokens, output_len or 128, options.get("range_ratio", 0.0), seed)
+    requests = islice(_requests(clock, burstiness, seed, lengths), num_prompts)
+    return with_documents(requests, options, seed) if name == "documents" else requests
 
 
 def _options(name: str, more: Mapping[str, float | None]) -> dict[str, float]:

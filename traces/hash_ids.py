@@ -65,6 +65,15 @@ def _remedy(block_field: str) -> str:
     )
 
 
+def prefixes(ids: Ids, known: dict[tuple[int, int], int]) -> list[int]:
+    """Return a number for each prefix that `ids` make: equal numbers, equal prefixes. `known` remembers them."""
+    found, last = [], 0
+    for ident in ids:
+        last = known.setdefault((last, ident), len(known) + 1)
+        found.append(last)
+    return found
+
+
 def num_shared(left: Ids, at: int, right: Ids, begin: int, end: int) -> int:
     """Return how many ids `left` from `at` on and `right[begin:end]` share at their beginning."""
     most = min(len(left) - at, end - begin)

@@ -18,9 +18,10 @@ class Request(NamedTuple):
     """One request of a trace (immutable).
 
     `request_id` is its position in the trace, `arrival_s` seconds after the trace's start, lengths are in tokens.
-    `hash_ids` name the prompt's prefix blocks of `hash_block_tokens` tokens each (equal ids, equal prefix); empty where
-    the trace has none. The id of a partly filled last block names the whole block, generated tokens in it included, and
-    `output_hash_ids` the blocks after it. `session_id` joins the turns of one conversation; empty where the trace has
+    `hash_ids` name the prompt's blocks of `hash_block_tokens` tokens each; empty where the trace has none. Equal ids,
+    equal content; in most traces an id names all that stands before its block, too. The id of a partly filled last
+    block names the whole block, generated tokens in it included, and `output_hash_ids` the blocks after it.
+    `session_id` joins the turns of one conversation; empty where the trace has
     none. A lower `priority` is more urgent, as in vLLM. `calls` are in order, each after more output tokens than
     the one before, and none after the last token. `slos` are its own; None: it has those of `--goodput`.
     `acceptance_rate` is the chance that a token drafted for it is accepted where those before it are; None: the

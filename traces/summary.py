@@ -12,6 +12,7 @@ from itertools import accumulate, islice
 from math import ceil, floor, nan, sqrt
 
 from traces.errors import TraceError
+from traces.hash_ids import prefixes
 from traces.request import Request
 
 _AT_ONCE = 8192
@@ -61,14 +62,16 @@ class _Prefixes:
     """
 
     def __init__(self) -> None:
-        self.filled: dict[int, int] = {}  # how many tokens of each block are there
+        self.known: dict[tuple[int, int], int] = {}
+        self.filled: dict[int, int] = {}  # how many tokens of each block, behind what stands before it, are there
         self.blocks = self.hit_blocks = self.hit_tokens = 0
 
     def add(self, request: Request) -> None:
         """Count one request's hits, then remember its blocks."""
         block, needed, hits = request.hash_block_tokens, request.prompt_tokens, 0
-        for ident in request.hash_ids:
-            if self.filled.get(ident, 0) < min(needed, block):
+        keys = prefixes(request.hash_ids + request.output_hash_ids, self.known)
+        for key in keys[: len(request.hash_ids)]:
+            if self.filled.get(key, 0) < min(needed, block):
                 break
             hits += 1
             needed -= block
@@ -76,13 +79,13 @@ class _Prefixes:
         self.hit_blocks += hits
         self.hit_tokens += min(hits * block, request.prompt_tokens)
         if request.hash_ids:
-            self._fill(request.hash_ids + request.output_hash_ids, block, request)
+            self._fill(keys, block, request)
 
-    def _fill(self, ids: tuple[int, ...], block: int, request: Request) -> None:
+    def _fill(self, keys: list[int], block: int, request: Request) -> None:
         full, rest = divmod(request.prompt_tokens + request.output_tokens - 1, block)
-        self.filled.update(dict.fromkeys(ids[:full], block))
-        for ident in ids[full:]:  # one at most
-            self.filled[ident] = max(rest, self.filled.get(ident, 0))
+        self.filled.update(dict.fromkeys(keys[:full], block))
+        for key in keys[full:]:  # one at most
+            self.filled[key] = max(rest, self.filled.get(key, 0))
 
 
 def summarize(requests: Iterable[Request]) -> TraceSummary:

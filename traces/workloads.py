@@ -12,6 +12,7 @@ WORKLOADS: Mapping[str, str] = MappingProxyType(
         "ramp": "ShareGPT's lengths at a rate going straight from --request-rate to --end-rate (4x)",
         "burst": "ShareGPT's lengths at --burst-factor (10) x the rate in the last --burst-duration (5 s) of 60 s",
         "sessions": "conversations of several turns, each prompt repeating all before it, and shared system prompts",
+        "documents": "--documents (6) passages of a corpus, in any order, before a question of --input-len (64)",
     }
 )
 
@@ -29,6 +30,14 @@ OPTIONS: Mapping[str, Mapping[str, float | None]] = {
         "max_context": 32_768,
         "hash_block_tokens": 16,
     },
+    "documents": {
+        "documents": 6,
+        "document_len": 512,
+        "corpus": 1000,
+        "skew": 1.0,
+        "range_ratio": 0.5,
+        "hash_block_tokens": 16,
+    },
 }
 ABOUT: Mapping[str, str] = {
     "range_ratio": "lengths within 1 +- this of the mean",
@@ -41,6 +50,10 @@ ABOUT: Mapping[str, str] = {
     "shared_prefix": "tokens of a system prompt",
     "prefix_groups": "how many system prompts there are",
     "max_context": "sessions end before exceeding this many tokens",
+    "documents": "passages in each prompt, all different",
+    "document_len": "tokens of a passage",
+    "corpus": "passages to draw from",
+    "skew": "the passage of rank r is drawn with a weight of 1 / r^skew",
     "hash_block_tokens": "tokens of a prefix block",
 }
 

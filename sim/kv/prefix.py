@@ -1,7 +1,7 @@
 """`PrefixMemory`: paged blocks whose content others may hit (vLLM's automatic prefix caching).
 
-Equal `hash_ids` of a trace mean equal prefixes. A prompt is admitted with the longest cached prefix, but for its last
-token, which must be computed; the blocks of those that ended stay until room is needed, the longest unused first.
+Prompts whose first `hash_ids` are equal begin alike. A prompt is admitted with the longest cached prefix, but for its
+last token, which must be computed; the blocks of those that ended stay until room is needed, the longest unused first.
 Blocks without ids (private prompts, generated tokens) can only be hit by their own sequence, computed again.
 """
 

@@ -6,16 +6,16 @@ computes the rest, if that is not slower than computing it all, by price; what w
 again, each gap as a chunk of its own (section 4.3.4). Before blocks run out, chunks are copied to the host (4.3.2).
 """
 
-from collections.abc import Iterator
 from itertools import groupby
 from typing import TYPE_CHECKING, ClassVar, NamedTuple, Self
 
 from sim.engine.changes import Hit, Keep, Load, Move, Release, Store, Streamed, Tier, make_place
 from sim.engine.limits import Limits, TierCounters
-from sim.engine.plan import IterationPlan, Origin, PrefillChunk, StepTimes
+from sim.engine.plan import IterationPlan, StepTimes
 from sim.engine.sequence import Sequence
 from sim.errors import UserError
 from sim.kv.block_pool import CachingPool
+from sim.kv.gaps import Span, gaps, split_by_gap
 from sim.kv.index.block_chain import FIRST_PRIVATE_KEY, BlockChain
 from sim.kv.index.retained_chunks import DIRTY, Chunk, ChunkStore
 from sim.kv.memory import ALL_LAYERS, Memory
@@ -25,9 +25,6 @@ from sim.kv.tiers.worth import Worth
 if TYPE_CHECKING:
     from sim.engine.scheduler import Scheduler
     from sim.systems.builder import Builder
-
-Span = tuple[int, int]
-"""Tokens of a sequence, by position: the first, and the one behind the last."""
 
 
 class Found(NamedTuple):
@@ -147,12 +144,7 @@ class RetentionMemory(Memory):
 
     def _gaps(self, seq: Sequence, places: list[int] | tuple[int, ...]) -> list[Span]:
         """Tokens of a prompt that are in none of these blocks."""
-        found, begin, size = [], 0, self.block_size
-        for place in places:
-            if place * size > begin:
-                found.append((begin, place * size))
-            begin = (place + 1) * size
-        return [*found, (begin, seq.num_tokens)]
+        return gaps(places, self.block_size, seq.num_tokens)
 
     # -- prompts -----------------------------------------------------------------------------------------------------
 
@@ -199,27 +191,7 @@ class RetentionMemory(Memory):
     def complete(self, plan: IterationPlan) -> None:
         if self._loading:
             plan.streamed += (Streamed(1, len(self._loading), 0),)
-        if any(self._has_gaps(chunk.seq) for chunk in plan.chunks):
-            plan.chunks = tuple(part for chunk in plan.chunks for part in self._by_gap(chunk))
-            parts = [(part.num_new, part.num_cached) for part in plan.chunks]
-            plan.prefill_pairs = sum(new * cached + new * (new + 1) // 2 for new, cached in parts)
-            plan.prefill_squares = sum(new * new for new, _ in parts)
-
-    def _has_gaps(self, seq: Sequence) -> bool:
-        places = self._places.get(seq, ())
-        return bool(places) and places[-1] >= len(places)
-
-    def _by_gap(self, chunk: PrefillChunk) -> Iterator[PrefillChunk]:
-        """A chunk of a prompt in parts that follow upon one another, each after all that stands before it."""
-        seq, places = chunk.seq, self._places.get(chunk.seq, ())
-        skipped, left, origin = chunk.num_cached - len(places) * self.block_size, chunk.num_new, chunk.origin
-        for begin, end in self._gaps(seq, places):
-            first = begin + skipped
-            skipped = max(0, first - end)
-            count = min(end - first, left)
-            if count > 0:
-                yield PrefillChunk(seq, count, first, origin)
-                left, origin = left - count, Origin.CONTINUED
+        split_by_gap(plan, self._places, self.block_size)
 
     def committed(self, plan: IterationPlan, times: StepTimes) -> None:
         for chunk in self._loading:

@@ -114,6 +114,10 @@ class Scenario:
     shared_prefix: int | None = _of_workload("shared_prefix", "N", "tokens")
     prefix_groups: int | None = _of_workload("prefix_groups", "N")
     max_context: int | None = _of_workload("max_context", "N", "tokens")
+    documents: int | None = _of_workload("documents", "N")
+    document_len: int | None = _of_workload("document_len", "N", "tokens")
+    corpus: int | None = _of_workload("corpus", "N")
+    skew: float | None = _of_workload("skew", "X")
     max_concurrency: int | None = _count(
         None, "most requests in flight: the next is sent when one ends, or at its arrival if that is later", sparse=True
     )

@@ -58,6 +58,7 @@ PLACES: dict[str, dict[str, str]] = {
         "prefix-groups": "sim.kv.shared_reads:GroupMemory",
         "tiered": "sim.kv.tiered:TieredMemory",
         "retained": "sim.kv.retained:RetentionMemory",
+        "documents": "sim.kv.documents:DocumentMemory",
         "reserved": "sim.kv.reserved:ReservedMemory",
         "mempool": "sim.systems.memserve.mempool:MemPool",
         "stored": "sim.systems.mooncake.stored:StoredMemory",

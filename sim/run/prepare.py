@@ -13,7 +13,7 @@ from sim.engine.limits import Limits, Role, StateLimits, WindowLimits
 from sim.errors import UserError
 from sim.options.scenario import Scenario
 from sim.options.values import flag
-from sim.parts.catalogue import STAGES
+from sim.parts.catalogue import MEMORIES, STAGES
 from sim.parts.options import Conditional, conditional_options
 from sim.parts.stage.hand_over_options import MixedPoolOptions
 from sim.results.goodput import Goodput
@@ -160,6 +160,7 @@ def _prepare(asked_for: Scenario, scenario: Scenario, label: str, policy: Policy
     warnings += engine.warnings
     conditional = tuple(conditional_options(policy.name, (policy, *policy.mixed_options)))
     warnings += (one.told for one in conditional if not one.acts)
+    warnings += filter(None, [MEMORIES[policy.names["memory"]].caveat])
     warnings += _other_slos(policy, Goodput.parse(scenario.goodput))
     pp = _stages(asked_for, scenario, model, policy, label, role)
     experts = _experts(scenario, model, policy, label, pp, warnings)

@@ -11,6 +11,7 @@ from sim.options.scenario import READING, Scenario
 from sim.run.prepare import Setup
 from sim.systems.builder import STORED
 from traces import readers, transforms
+from traces.hash_ids import prefixes
 from traces.request import Request
 from traces.workloads import ABOUT
 
@@ -91,7 +92,7 @@ class _Sharing:
     """How many of the prompt tokens told so far stand in earlier prompts or answers."""
 
     def __init__(self) -> None:
-        self._seen: set[int] = set()
+        self._seen: dict[tuple[int, int], int] = {}
         self.shared = self.total = 0
 
     @property
@@ -101,10 +102,10 @@ class _Sharing:
     def add(self, request: Request) -> None:
         self.total += request.prompt_tokens
         if request.hash_ids:
-            seen, ids = self._seen, request.hash_ids
-            known = next((i for i, ident in enumerate(ids) if ident not in seen), len(ids))
+            num_seen, ids = len(self._seen), request.hash_ids
+            keys = prefixes(ids + request.output_hash_ids, self._seen)
+            known = sum(key <= num_seen for key in keys[: len(ids)])
             self.shared += min(known * request.hash_block_tokens, request.prompt_tokens - 1)
-            seen.update(ids, request.output_hash_ids)
 
 
 def shared_prefix_share(requests: Iterable[Request]) -> float:

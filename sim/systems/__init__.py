@@ -35,6 +35,8 @@ _PLACES = {
     "distserve": "sim.systems.distserve:DistServe",
     "cachedattention": "sim.systems.cachedattention:CachedAttention",
     "pensieve": "sim.systems.pensieve:Pensieve",
+    "cacheblend": "sim.systems.cacheblend:CacheBlend",
+    "promptcache": "sim.systems.promptcache:PromptCache",
     "splitwise": "sim.systems.splitwise:Splitwise",
     "radix": "sim.systems.radix.preset:Radix",
     "sglang": "sim.systems.sglang.preset:Sglang",

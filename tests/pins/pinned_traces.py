@@ -96,6 +96,8 @@ OPTIONS["sessions"] += [
     {"range_ratio": 0.0, "max_context": 1280},
 ]
 
+OPTIONS["documents"] += [{"documents": 2, "document_len": 96}, {"corpus": 6}, {"skew": 0}, {"hash_block_tokens": 64}]
+
 
 def in_folder(lines: Callable[[], Iterator[str]]) -> list[str]:
     """Of its own."""

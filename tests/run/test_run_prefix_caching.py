@@ -56,7 +56,8 @@ def test_who_computes_shared_prefixes_again_is_told(tmp_path):
 
 def test_nothing_is_said_where_nothing_is_shared():
     warnings: list[str] = []
-    requests = [Request(i, 0.0, 32, 4, "", (2 * i, 2 * i + 1), 16) for i in range(3)]
+    # The last has blocks of the first, but no prefix.
+    requests = [Request(i, 0.0, 32, 4, "", ids, 16) for i, ids in enumerate([(0, 1), (2, 3), (1, 0)])]
     assert list(note_shared_prefixes(requests, warnings)) == requests
     assert warnings == []
 

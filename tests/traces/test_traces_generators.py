@@ -209,6 +209,27 @@ def test_sessions_keep_their_rate_groups_and_context():
     assert len(late) / (late[-1].arrival_s - late[0].arrival_s) == pytest.approx(10, rel=0.05)
 
 
+def test_documents_are_different_passages_named_by_content_and_a_question():
+    """Three of 20 passages of 64 tokens; the first is drawn far more often than the last, and not always first."""
+    requests = list(
+        generate(
+            "documents", num_prompts=400, input_len=40, documents=3, document_len=64, corpus=20, hash_block_tokens=32
+        )
+    )
+    drawn, own = [], []
+    for request in requests:
+        assert request.hash_block_tokens == 32 and len(request.hash_ids) == request.prompt_tokens // 32
+        passages = [tuple(request.hash_ids[i : i + 2]) for i in (0, 2, 4)]
+        assert all(a % 2 == 0 and b == a + 1 and b < 40 for a, b in passages) and len(set(passages)) == 3
+        drawn.append([a // 2 for a, _ in passages])
+        own += request.hash_ids[6:]
+        assert 192 + 20 <= request.prompt_tokens <= 192 + 60
+    assert len(own) == len(set(own)) and min(own) == 40
+    often = [sum(passage in passages for passages in drawn) for passage in range(20)]
+    assert often[0] > 4 * often[19] > 0
+    assert {passages.index(0) for passages in drawn if 0 in passages} == {0, 1, 2}
+
+
 @pytest.mark.parametrize("name", WORKLOADS)
 def test_a_seed_is_a_stream(name):
     first = list(generate(name, num_prompts=5000, request_rate=3, seed=1))
@@ -247,6 +268,9 @@ def test_five_million_requests_are_not_held():
         ("sessions", {"turns": 0.5}, "turns 0.5"),
         ("sessions", {"max_context": 100}, "max_context 100"),
         ("sessions", {"request_rate": inf}, "request rate inf"),
+        ("documents", {"documents": 1001}, "documents 1001 is more than a corpus of 1000"),
+        ("documents", {"document_len": 100}, "document_len 100 is not whole blocks of hash_block_tokens 16"),
+        ("documents", {"skew": 9.0}, "skew 9.0 is not between 0 and 5"),
     ],
 )
 def test_wrong_workloads_are_refused_at_once(name, options, match):

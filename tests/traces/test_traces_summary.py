@@ -53,6 +53,12 @@ def test_an_infinite_cache_hits_the_unbroken_leading_run():
     assert summary.shared_stamps == 1 / 4
 
 
+def test_the_same_blocks_in_another_order_are_no_prefix():
+    """Ids may name contents alone (`documents`): of the second prompt nothing is hit, of the third its first block."""
+    stream = [Request(i, float(i), 32, 1, "", ids, 16) for i, ids in enumerate([(1, 2), (2, 1), (1, 1)])]
+    assert summarize(stream).infinite_cache_block_hits == 1 / 6
+
+
 def test_an_infinite_cache_holds_what_was_generated():
     stream = [
         # 40 + 30 tokens, all computed but the last: 69 fill blocks 1 to 4 and put 5 tokens into block 5.

@@ -4,7 +4,7 @@ from traces.request import Request
 
 
 class BlockKeys:
-    """Keys of blocks of `block_size` tokens: equal keys at equal places after equal prefixes mean equal content."""
+    """Keys of blocks of `block_size` tokens: those of one content have one key, wherever they stand."""
 
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
@@ -24,10 +24,10 @@ class BlockKeys:
         if named % size == 0:
             parts = range(named // size)
             return tuple(ident * len(parts) + part for ident in ids for part in parts)
-        # A block's content is all the ids that it touches; its place in the prefix says which parts of them.
+        # A block's content is all the ids that it touches, from where it begins in the first of them.
         numbers = self._numbers
         found = []
         for begin in range(0, len(ids) * named - size + 1, size):
             touched = ids[begin // named : (begin + size - 1) // named + 1]
-            found.append(numbers.setdefault(touched, len(numbers)))
+            found.append(numbers.setdefault((begin % named, *touched), len(numbers)))
         return tuple(found)
