@@ -5,8 +5,9 @@ cost nothing.
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from math import inf
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from sim.engine.batch import DecodeBatch
 from sim.engine.changes import PEER, Append, Change, Move, Tier
@@ -26,7 +27,8 @@ if TYPE_CHECKING:
     from sim.engine.itl import GapCollector
 
 
-class Parts(NamedTuple):
+@dataclass(frozen=True)
+class Parts:
     """One of each kind."""
 
     order: Order
