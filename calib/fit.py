@@ -134,9 +134,8 @@ def fit_profile(
     scatter |= dict.fromkeys(fit.estimates, fit.scatter)
     check_told(estimates)
     constants = complete({**fixed, **fit.values})
-    if "eager_layer_s" in fit.values:
-        # The host's, and no model's: what is left out shall tell the rest.
-        fixed["eager_layer_s"] = fit.values["eager_layer_s"]
+    # The host's, and no model's: what is left out shall tell the rest.
+    fixed |= {name: fit.values[name] for name in ("eager_layer_s", "pieced_layer_s") if name in fit.values}
     factors, by_model, by_rows = _factors(chosen, terms, measured, constants, fixed)
     errors = errors_of(constants, terms, measured, factors)
     quantized = fit_quantised([s for s in timed if s.is_quantised], models, constants, factors)

@@ -3,9 +3,9 @@
     T = ridge(linear FLOPs / F, linear bytes / H) + max(launch, elementwise bytes / E) + attention
         + ridge(head FLOPs / F, head bytes / H) + all-reduces + layers c + steps c_step
 
-with layers launched one by one lasting at least layers c_eager, and the first term times what was measured over it by
-tokens, where that pays (`calib.factors`). Attention is as `sim.cost.roofline.RooflineCost` prices an iteration, and
-ridge(a, b) = (a^p + b^p)^(1/p).
+with layers launched one by one lasting at least layers c_eager, those from graphs by piece layers c_pieced, and the
+first term times what was measured over it by tokens, where that pays (`calib.factors`). Attention is as
+`sim.cost.roofline.RooflineCost` prices an iteration, and ridge(a, b) = (a^p + b^p)^(1/p).
 
 Every constant has one physical meaning: F and F_attn the FLOP/s that matrix products and attention reach, H and E the
 bytes/s that memory delivers to matrix products and to what lies between them, c what a layer costs beside (launches,
@@ -16,6 +16,7 @@ shows what each is worth in held-out error.
 from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from calib.copies import all_reduce_s
 from calib.factors import factors_at, fit_factors
@@ -44,11 +45,17 @@ NO_ALL_REDUCE = {
 def predict_s(constants: Mapping[str, float], terms: Terms, factors: Sequence[Point] | None = None) -> Array:
     """Seconds of every sample, shape (samples,), from constants by their names in a profile, and products' factors."""
     device_s = _device_s(constants, terms, factors)
-    eager_s = constants.get("eager_layer_s", 0.0)
-    if not eager_s:
+    launched = [(name, layers) for name, layers in _launched(terms).items() if constants.get(name)]
+    if not launched:
         return device_s
     beside_s = _head_s(constants, terms) + _step_s(constants, terms)
-    return device_s + np.maximum(0.0, terms.eager_layers * eager_s - (device_s - beside_s))
+    least_s = sum(layers * constants[name] for name, layers in launched)
+    return device_s + np.maximum(0.0, least_s - (device_s - beside_s))
+
+
+def _launched(terms: Terms) -> dict[str, Array]:
+    """What a layer takes at least by how its kernels are launched, and how many are so."""
+    return {"eager_layer_s": terms.eager_layers, "pieced_layer_s": terms.pieced_layers}
 
 
 def _device_s(constants: Mapping[str, float], terms: Terms, factors: Sequence[Point] | None) -> Array:
@@ -157,13 +164,14 @@ def fit_roofline(
 
     Returns:
         Estimates of flops_per_s, attention_flops_per_s, hbm_bytes_per_s, kv_bytes_per_s, kv_padding_tokens,
-        kv_padding_waves, roofline_exponent, layer_overhead_s, step_overhead_s, step_s_per_sequence,
-        attention_tile_tokens, attention_slots, attention_padding_tokens, attention_roofline_exponent,
-        elementwise_bytes_per_s, elementwise_launch_s and eager_layer_s. Those the samples say nothing about are left
-        out: attention, where prompts are short; the step, where no whole step was timed, or where all had as many
-        layers: then the layers' overhead holds both; tiles, where no decodes ran beside prompts, or these were of our
-        runtime, which attends in two kernels; what lies between products, where it was not timed apart; c_eager, where
-        nothing came from graphs, or launches were never what took longest.
+            kv_padding_waves, roofline_exponent, layer_overhead_s, step_overhead_s, step_s_per_sequence,
+            attention_tile_tokens, attention_slots, attention_padding_tokens, attention_roofline_exponent,
+            elementwise_bytes_per_s, elementwise_launch_s, eager_layer_s and pieced_layer_s. Those the samples say
+            nothing about are left out: attention, where prompts are short; the step, where no whole step was timed, or
+            where all had as many layers: then the layers' overhead holds both; tiles, where no decodes ran beside
+            prompts, or these were of our runtime, which attends in two kernels; what lies between products, where it
+            was not timed apart; c_eager and c_pieced, where nothing came from graphs, or launches were never what took
+            longest.
     """
     parameters = {name: own for name, own in _parameters(terms, measured_s).items() if name not in without}
     if own_engine and "step_overhead_s" in parameters and len(np.unique(terms.step_sequences[terms.steps > 0])) > 2:
@@ -173,20 +181,21 @@ def fit_roofline(
         return predict_s(complete({**fixed, **values}), terms)
 
     found = fit_relative(predicted, measured_s, parameters)
-    if _of_the_runtime(terms) and "eager_layer_s" not in fixed:
-        eager = terms.eager_layers > 0
+    for name, layers in _launched(terms).items() if _of_the_runtime(terms) else ():
+        if name in fixed or not (mine := layers > 0).any():
+            continue
         # Off what the quickest pass took a layer, where the maximum has no slope.
-        least_s = float(np.min(measured_s[eager] / terms.eager_layers[eager]))
-        launched = {**parameters, "eager_layer_s": Parameter(1.1 * least_s, log=False)}
+        least_s = float(np.min(measured_s[mine] / layers[mine]))
+        launched = {**parameters, name: Parameter(1.1 * least_s, log=False)}
         other = fit_relative(predicted, measured_s, launched)
 
-        def miss(fit: Fit) -> float:
-            return float(np.mean(np.abs(np.log(predicted(fit.values) / measured_s)[eager])))
+        def miss(fit: Fit, mine: NDArray[np.bool_] = mine) -> float:
+            return float(np.mean(np.abs(np.log(predicted(fit.values) / measured_s)[mine])))
 
         # Where the GPU always takes longer, the quickest passes' own scatter would pass for a floor.
         if miss(found) > EAGER_PAYS * miss(other):
             found, parameters = other, launched
-    for name in ("eager_layer_s", "attention_flops_per_s", "kv_bytes_per_s", "elementwise_bytes_per_s"):
+    for name in (*_launched(terms), "attention_flops_per_s", "kv_bytes_per_s", "elementwise_bytes_per_s"):
         if name in parameters and not found.estimates[name].told:
             del parameters[name]
             found = fit_relative(predicted, measured_s, parameters)
@@ -267,8 +276,8 @@ def _has_long_prompts(terms: Terms) -> bool:
 
 def _of_the_runtime(terms: Terms) -> bool:
     """Whether some layers came from graphs and others were launched one by one, as our own runtime does."""
-    eager = terms.eager_layers > 0
-    return bool(eager.any() and np.any((terms.elementwise_layers > 0) & ~eager & (terms.layers > 0)))
+    launched = (terms.eager_layers > 0) | (terms.pieced_layers > 0)
+    return bool(launched.any() and np.any((terms.elementwise_layers > 0) & ~launched & (terms.layers > 0)))
 
 
 def _tells_steps_apart(terms: Terms) -> bool:

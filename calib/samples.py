@@ -22,7 +22,7 @@ starts with `#` is a comment. Columns (a missing optional column means its defau
 | `num_copies` | pieces they were moved in | 1 |
 | `memory` | host memory: `pinned`, `pageable` or `pinned-row`: there in a row, scattered on the device | pinned |
 | `beside` | `op` that ran on another stream or lane at the same time; empty: alone | empty |
-| `graph` | 1 if replayed from a CUDA graph | 0 |
+| `graph` | 1 if replayed from a CUDA graph, 2 if all but attention was, graph by graph | 0 |
 | `quantization` | `fp8` or `nvfp4`: weights and activations are, the head not; empty: neither | empty |
 | `kv_cache_dtype` | `fp8`: the KV cache is FP8; empty: the model's own | empty |
 | `dtype_bytes` | bytes of an element of weights and KV cache, where they were not the model's own | 0, the model's |
@@ -66,6 +66,8 @@ PASSES = frozenset({"layers", "products", "step", "recompute"})
 COPY_OPS = frozenset({"h2d", "d2h", "host_memcpy", "all_reduce"})
 MEMORIES = ("pinned", "pageable", "pinned-row")
 QUANTIZATIONS, KV_TYPES = ("", *PRODUCT_FORMATS), ("", "fp8")
+EAGER, WHOLE, PIECES = range(3)
+"""Kernels launched one by one, from a CUDA graph, and from graphs between which attention is launched."""
 MADS = 1.4826
 """Median absolute deviations to a standard deviation, for normal errors."""
 LONGEST_S = 600.0
@@ -284,8 +286,8 @@ def _word_fault(sample: Sample) -> str:
         return f"quantization = {sample.quantization!r}: use {' or '.join(PRODUCT_FORMATS)}, or leave it empty"
     if sample.kv_cache_dtype not in KV_TYPES:
         return f"kv_cache_dtype = {sample.kv_cache_dtype!r}: use fp8, or leave it empty"
-    if sample.graph not in (0, 1):
-        return f"graph = {sample.graph}: use 0 or 1"
+    if sample.graph not in (EAGER, WHOLE, PIECES):
+        return f"graph = {sample.graph}: use {EAGER}, {WHOLE} or {PIECES}"
     return ""
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from calib.samples import Sample
+from calib.samples import EAGER, PIECES, Sample
 from sim.cost.model import ACTIVATION_BYTES
 from sim.errors import UserError
 from sim.specs.json_file import built_in_names
@@ -47,7 +47,8 @@ class Terms:
         reduced_bytes, gpus: per all-reduce of a whole step, two a layer; none where a single GPU's layers were timed.
         layers, elementwise_layers, steps: how often the overhead per layer and per step was paid.
         step_sequences: sequences of a whole step.
-        eager_layers: layers whose kernels the host launched one by one; 0 of a CUDA graph.
+        eager_layers, pieced_layers: layers whose kernels the host launched one by one, and those between whose graphs
+            it launched attention.
     """
 
     tokens: Array
@@ -77,6 +78,7 @@ class Terms:
     steps: Array
     step_sequences: Array
     eager_layers: Array
+    pieced_layers: Array
 
     @property
     def attention_flops(self) -> Array:
@@ -129,9 +131,9 @@ def _row(sample: Sample, model: ModelSpec) -> tuple[float, ...]:
         (model.head_weight_bytes + head_rows * model.head_activation_bytes_per_token) / tp if head_rows else 0.0,
     )
     if sample.op == "lm_head":
-        return (*[0.0] * 6, *NO_ATTENTION, *head, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+        return (*[0.0] * 6, *NO_ATTENTION, *head, 0.0, 1.0, *[0.0] * 6)
     if sample.op == "elementwise":
-        return (*[0.0] * 5, elementwise, *NO_ATTENTION, *head, 0.0, 1.0, 0.0, float(layers), 0.0, 0.0, 0.0)
+        return (*[0.0] * 5, elementwise, *NO_ATTENTION, *head, 0.0, 1.0, 0.0, float(layers), *[0.0] * 4)
     if (model.kv_layers or model.gdn or model.indexer) and sample.op != "linear":
         what = "layers differ in their KV, or select of it"
         raise UserError(f"model {model.name}: samples cannot be priced: {what}; time another model")
@@ -153,7 +155,8 @@ def _row(sample: Sample, model: ModelSpec) -> tuple[float, ...]:
         float(layers) if is_whole else 0.0,
         1.0 if sample.op == "step" else 0.0,
         float(sample.batch_size + sample.decodes) if sample.op == "step" else 0.0,
-        0.0 if sample.graph or not is_whole else float(layers),
+        float(layers) if sample.graph == EAGER and is_whole else 0.0,
+        float(layers) if sample.graph == PIECES and is_whole else 0.0,
     )
 
 

@@ -3,8 +3,9 @@
     python validation/pretended_gpus.py [--quick] [--seed 0]
 
 A made-up GPU follows the profile's form: what is shown is that the points tell its constants apart, not that the form
-is a GPU's. Prompts are launched layer by layer, decodes come from graphs, copies have a fixed cost. Each line says how
-many constants lie in their 95 % intervals, and which do not; the errors of the fit; whether anything was refused.
+is a GPU's. Decodes come from graphs, prompts from graphs by piece or layer by layer, copies have a fixed cost. Each
+line says how many constants lie in their 95 % intervals, and which do not; the errors of the fit; whether anything was
+refused.
 """
 
 import argparse
@@ -29,8 +30,8 @@ from sim.specs.hardware import load_hardware  # noqa: E402
 from sim.specs.models import load_model  # noqa: E402
 
 HOST = {
-    "eager_layer_s": 1.3e-4, "step_overhead_s": 1.6e-4, "step_s_per_sequence": 2.8e-6, "copy_lone_s": 9e-6,
-    "copy_setup_s": 7e-6, "copy_launch_s": 8e-7,
+    "eager_layer_s": 1.3e-4, "pieced_layer_s": 8.5e-5, "step_overhead_s": 1.6e-4, "step_s_per_sequence": 2.8e-6,
+    "copy_lone_s": 9e-6, "copy_setup_s": 7e-6, "copy_launch_s": 8e-7,
 }  # fmt: skip
 NAMES = (
     "flops_per_s", "attention_flops_per_s", "hbm_bytes_per_s", "kv_bytes_per_s", "kv_padding_tokens",

@@ -2,6 +2,8 @@
 
 import gc
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from itertools import chain
 from itertools import repeat as again
 
 import torch
@@ -16,7 +18,7 @@ from calib.measure.layer_ops import ModelWork
 from calib.measure.plan import Plan
 from calib.measure.points import Point
 from calib.measure.timing import Rule, repeat
-from calib.samples import COPY_OPS, TOKEN_OPS, fault_of
+from calib.samples import COPY_OPS, PIECES, TOKEN_OPS, fault_of
 from sim.errors import UserError
 from sim.specs.model_spec import ModelSpec
 
@@ -97,15 +99,22 @@ class Bench:
 
     def _as_served(self, point: Point, works: Iterator[Work]) -> Iterator[Work]:
         """A point's own work, from a graph where it says so."""
+        if point.graph == PIECES:
+            # Captured when the first is asked for.
+            return chain([self._capturing(lambda: next(works))], works)
         return again(self._captured(next(works))) if point.graph and point.op not in OWN_GRAPHS else works
 
     def _captured(self, work: Work) -> Work:
-        """A graph of the work. Once a capture has failed no other is tried: it leaves torch's allocator in disorder."""
+        """A graph of the work."""
+        self._stream = self._stream or torch.cuda.Stream(self._device)
+        return self._capturing(partial(captured, work, self._stream))
+
+    def _capturing(self, capture: Callable[[], Work]) -> Work:
+        """What a capture makes. Once one has failed no other is tried: it leaves torch's allocator in disorder."""
         if self._graph_fault:
             raise Unmeasurable(self._graph_fault)
         try:
-            self._stream = self._stream or torch.cuda.Stream(self._device)
-            return captured(work, self._stream)
+            return capture()
         except Unmeasurable as fault:
             self._graph_fault = str(fault)
             raise

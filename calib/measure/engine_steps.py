@@ -9,9 +9,11 @@ import msgspec
 from calib.measure.lengths import drawn_lengths, spread_lengths
 from calib.measure.model_points import BLOCK_TOKENS
 from calib.measure.points import Point
+from calib.samples import PIECES, WHOLE
 from gpu_runtime.device import TorchDevice
 from gpu_runtime.device_memory import DeviceMemory
 from gpu_runtime.instance import LiveInstance
+from gpu_runtime.model.capture_sizes import captured_size
 from gpu_runtime.model.decoder import Decoder
 from sim.cost.forms import build_cost
 from sim.cost.profile import LINEAR_UNITS, linear_profile
@@ -61,8 +63,8 @@ def engine_steps(decoder: Decoder, spec: ModelSpec, point: Point, repeats: int) 
     Args:
         decoder: of the layers that `point.num_layers` says.
         spec: the model's shape.
-        point: prompts computed whole, or decodes whose contexts grow by one token a repeat; with `graph` they are
-            replayed from one, as live runs do.
+        point: prompts computed whole, or decodes whose contexts grow by one token a repeat; `graph` says how much of
+            them is replayed from graphs, as live runs do.
     """
     decodes = point.context_tokens > 0
     waves, output = (1, repeats + WARM_UPS + 2) if decodes else (repeats + WARM_UPS, 2)
@@ -96,7 +98,8 @@ def engine_steps(decoder: Decoder, spec: ModelSpec, point: Point, repeats: int) 
 
     device = TorchDevice(
         DeviceMemory(decoder, scheduler, decoder.device, decoder.dtype),
-        graph_batch_sizes=(point.batch_size,) if point.graph else (),
+        graph_batch_sizes=(point.batch_size,) if point.graph == WHOLE else (),
+        piece_sizes=(captured_size(point.tokens + point.batch_size * point.draw),) if point.graph == PIECES else (),
         prompt_of=lambda request: [
             (7 * i + request.request_id) % spec.vocab_size for i in range(request.prompt_tokens)
         ],

@@ -1,5 +1,8 @@
 """CUDA graphs of arbitrary work."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 
 from calib.measure.clocks import Unmeasurable, Work
@@ -7,6 +10,17 @@ from gpu_runtime.model.decode_graph import capture_graph
 
 WARMUPS = 3
 """Executions before the capture: kernels are compiled and libraries choose theirs, which a capture forbids."""
+
+
+@contextmanager
+def telling_capture() -> Iterator[None]:
+    """Within, what cannot be captured is `Unmeasurable`; a lack of memory is not."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        raise Unmeasurable(f"cannot be captured in a CUDA graph ({str(error).splitlines()[0]})") from error
 
 
 def captured(work: Work, stream: torch.cuda.Stream) -> Work:
@@ -23,12 +37,8 @@ def captured(work: Work, stream: torch.cuda.Stream) -> Work:
             work()
     stream.synchronize()
     results: list[object] = []
-    try:
+    with telling_capture():
         graph = capture_graph(lambda: results.append(work()), stream)
-    except torch.OutOfMemoryError:
-        raise
-    except RuntimeError as error:
-        raise Unmeasurable(f"cannot be captured in a CUDA graph ({str(error).splitlines()[0]})") from error
 
     # A graph knows addresses only: what the work reads, and what it returns, lives as long as the graph.
     kept = (work, results[0])

@@ -54,7 +54,7 @@ FULL = Grid(
     decode_batches=(1, 2, 4, 8, 16, 32, 64, 128, 256, 512),
     decode_contexts=(128, 512, 2048, 8192, 32768, 131072),
     head_rows=(1, 4, 16, 64, 256, 1024),
-    recomputed=(128, 512, 2048, 8192),
+    recomputed=(16, 32, 64, 128, 512, 2048, 8192),
     restored=(128, 512, 2048, 8192, 32768),
     steps=(
         *((batch, 1, context) for batch in (1, 4, 16, 64) for context in (32, 128, 512, 1536)),
@@ -88,7 +88,7 @@ QUICK = Grid(
     decode_batches=(1, 8, 64),
     decode_contexts=(128, 512, 2048),
     head_rows=(1, 64),
-    recomputed=(64, 512),
+    recomputed=(16, 32, 64, 512),
     restored=(64, 512),
     steps=(
         *((batch, 1, context) for batch in (1, 4, 16) for context in (32, 128, 384)),

@@ -10,12 +10,17 @@ import torch
 from torch import Tensor
 
 from calib.measure.clocks import Unmeasurable, Work
+from calib.measure.graphs import telling_capture
 from calib.measure.lengths import drawn_lengths
 from calib.measure.points import BLOCK_TOKENS, Point
+from calib.samples import PIECES
 from gpu_runtime.kv.pool import KVPool
 from gpu_runtime.model.attention import AttentionBatch
+from gpu_runtime.model.capture_sizes import captured_size
 from gpu_runtime.model.config import DecoderConfig
+from gpu_runtime.model.decode_graph import Capture, CudaCapture
 from gpu_runtime.model.decoder import Decoder
+from gpu_runtime.model.piece_graphs import PieceGraphs
 from sim.specs.model_spec import ModelSpec
 
 TILE_ELEMENTS = 2**22
@@ -38,6 +43,7 @@ class ModelWork:
         device: torch.device,
         dtype: torch.dtype,
         seed: int,
+        capture: Capture | None = None,
     ) -> None:
         """Build weights and pool on the device.
 
@@ -49,6 +55,7 @@ class ModelWork:
             device: where all lies.
             dtype: of weights and KV cache.
             seed: of weights and data.
+            capture: makes graphs by piece; None: as CUDA graphs.
         """
         config = DecoderConfig.from_spec(spec)
         positions = max(config.max_position_embeddings, longest)
@@ -57,6 +64,8 @@ class ModelWork:
         self._pool = KVPool(self._decoder.config, num_layers * kv_blocks, BLOCK_TOKENS, 1, device, dtype)
         _fill(self._pool.data, seed)
         self._seed = seed
+        self._capture = capture
+        self._pieces: tuple[int, PieceGraphs] | None = None
 
     @property
     def decoder(self) -> Decoder:
@@ -81,9 +90,13 @@ class ModelWork:
             yield work
 
     def _work(self, point: Point, batch: AttentionBatch, hidden: Tensor) -> Work:
+        pool = self._pool
+        if point.graph == PIECES:
+            pieces = self._pieces_of(captured_size(batch.num_tokens))
+            tokens = torch.zeros(batch.num_tokens, dtype=torch.int64, device=self._decoder.device)
+            return lambda: pieces.layers(tokens, batch, pool)
         built = len(self._decoder.layers)
         order = [(self._decoder.layers[index % built], index % built) for index in range(point.num_layers)]
-        pool = self._pool
 
         def run_layers() -> Tensor:
             states = hidden
@@ -96,6 +109,15 @@ class ModelWork:
                 layer.restore_kv(hidden, batch, pool, index)
 
         return restore if point.op == "restore" else run_layers
+
+    def _pieces_of(self, size: int) -> PieceGraphs:
+        """The layers built, captured by piece for so many tokens; those of another size go first."""
+        if self._pieces is None or self._pieces[0] != size:
+            self._pieces = None
+            with telling_capture():
+                capture = self._capture or CudaCapture(self._decoder.device)
+                self._pieces = size, PieceGraphs(self._decoder, [size], capture)
+        return self._pieces[1]
 
     def _tables(self, point: Point, rng: np.random.Generator) -> np.ndarray:
         """Block ids [layers, sequences, blocks], int32; a recomputed prefix is dropped, so its layers share theirs."""

@@ -7,6 +7,7 @@ from msgspec.structs import replace
 from calib.measure.capacity import Capacity
 from calib.measure.grid import Grid
 from calib.measure.points import BLOCK_TOKENS, DRAWN_OPS, Point, mean_tokens, readable_bytes
+from calib.samples import EAGER, PIECES, WHOLE
 from calib.terms import terms_of
 from gpu_runtime.model.capture_sizes import LARGEST_CAPTURE
 from sim.specs.model_spec import ModelSpec
@@ -63,7 +64,8 @@ class ModelPoints:
             yield self._layers(1, tokens, context)
         # Where decodes come from graphs: elsewhere kernels take their turns anyway.
         for tokens, decodes, context in grid.mixed if self._limits.graphs else ():
-            yield replace(self._layers(1, tokens, 0), decodes=decodes, decode_context_tokens=context)
+            shape = self._layers(1, tokens, 0, beside=decodes)
+            yield replace(shape, decodes=decodes, decode_context_tokens=context)
         for context in grid.decode_contexts:
             for batch in grid.decode_batches:
                 yield self._decodes(batch, context)
@@ -78,8 +80,14 @@ class ModelPoints:
             shape = self._decodes(batch, context) if tokens == 1 else self._layers(batch, tokens, context)
             yield replace(shape, op="step", num_layers=self.built)
 
-    def _layers(self, batch: int, tokens: int, context: int, *, op: str = "layers", graph: int = 0) -> Point:
-        layers = self._many if batch * tokens <= QUICK_TOKENS else self.built
+    def _layers(
+        self, batch: int, tokens: int, context: int, *, beside: int = 0, op: str = "layers", graph: int = EAGER
+    ) -> Point:
+        """As the runtime computes them: all but attention from graphs where these are captured, `beside` more tokens
+        included; each of the layers once, then."""
+        if self._limits.graphs and op == "layers" and graph == EAGER and batch * tokens + beside <= LARGEST_CAPTURE:
+            graph = PIECES
+        layers = self._many if batch * tokens <= QUICK_TOKENS and graph != PIECES else self.built
         if op in DRAWN_OPS and not context:
             tokens = mean_tokens(tokens)
         return Point(
@@ -95,7 +103,7 @@ class ModelPoints:
     def _decodes(self, batch: int, context: int) -> Point:
         """As the runtime computes them: from a graph where the machine has graphs and the batch is captured."""
         graph = self._limits.graphs and batch <= LARGEST_CAPTURE
-        return self._layers(batch, 1, context, graph=int(graph))
+        return self._layers(batch, 1, context, graph=WHOLE if graph else EAGER)
 
     def fault(self, point: Point) -> str:
         """Why a point cannot be measured; empty if it can."""

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from calib.samples import Sample, spread_s
+from calib.samples import WHOLE, Sample, spread_s
 
 KIB = 1024
 BLOCK_TOKENS = 16
@@ -48,7 +48,7 @@ class Point(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
     @property
     def draw(self) -> int:
         """How far the lengths of its prompts lie from `new_tokens` at most (`calib.measure.lengths`)."""
-        is_prompt = self.op in DRAWN_OPS and not self.context_tokens and not self.graph
+        is_prompt = self.op in DRAWN_OPS and not self.context_tokens and self.graph != WHOLE
         return self.new_tokens // (DRAWN_SHARE - 1) if is_prompt else 0
 
     @property
@@ -85,7 +85,7 @@ class Point(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
         if self.tp > 1:
             words.append(f"on {self.tp} GPUs")
         if self.graph:
-            words.append("from a graph")
+            words.append("from a graph" if self.graph == WHOLE else "from graphs by piece")
         return " ".join(words)
 
     def sample(self, repeats_s: Sequence[float]) -> Sample:

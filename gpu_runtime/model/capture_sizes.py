@@ -23,6 +23,10 @@ def capture_sizes(max_num_seqs: int) -> list[int]:
 def piece_sizes(max_num_seqs: int, max_num_batched_tokens: int) -> list[int]:
     """Tokens of iterations with prompts to capture, as vLLM does: of the same sizes those up to twice as many as
     sequences; as far as a batch can fill them."""
-    sizes = capture_sizes(LARGEST_CAPTURE)
-    least = next((size for size in sizes if size >= max_num_batched_tokens), LARGEST_CAPTURE)
-    return [size for size in sizes if size <= min(2 * max_num_seqs, least)]
+    most = min(2 * max_num_seqs, captured_size(min(max_num_batched_tokens, LARGEST_CAPTURE)))
+    return [size for size in capture_sizes(LARGEST_CAPTURE) if size <= most]
+
+
+def captured_size(num_tokens: int) -> int:
+    """The size that so many tokens, up to the largest, are padded to."""
+    return capture_sizes(num_tokens)[-1]

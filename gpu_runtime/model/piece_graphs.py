@@ -58,11 +58,16 @@ class PieceGraphs:
         """Whether `forward` can compute so many new tokens."""
         return num_tokens <= self._sizes[-1]
 
-    @torch.inference_mode()
     def forward(
         self, token_ids: Tensor, batch: AttentionBatch, pool: KVPool, sample_rows: Tensor | None = None
     ) -> Tensor:
         """As `Decoder.forward`, of tokens that fit; with nothing between the layers."""
+        rows = batch.last_rows if sample_rows is None else sample_rows
+        return self._decoder.head(self.layers(token_ids, batch, pool).index_select(0, rows))
+
+    @torch.inference_mode()
+    def layers(self, token_ids: Tensor, batch: AttentionBatch, pool: KVPool) -> Tensor:
+        """What the head reads [N, h] of all tokens: a view that the next iteration overwrites."""
         count = len(token_ids)
         begin, *others = self._replays[next(size for size in self._sizes if size >= count)]
         # Padding computes what others have left there.
@@ -71,5 +76,4 @@ class PieceGraphs:
         for index, (layer, go_on) in enumerate(zip(self._decoder.layers, others, strict=True)):
             self._attended[:count].copy_(layer.attend(self._projected[:count], batch, pool, index))
             go_on()
-        rows = batch.last_rows if sample_rows is None else sample_rows
-        return self._decoder.head(self._hidden[:count].index_select(0, rows))
+        return self._hidden[:count]

@@ -43,13 +43,15 @@ OPTIONAL_UNITS = {
     "sampling_s_per_logit": "s",
     "front_end_s_per_token": "s/token",
     "eager_layer_s": "s",
+    "pieced_layer_s": "s",
     "eager_kernel_s": "s",
 }
 """Zero where absent. What the GPU takes for each token that it samples and each entry of the vocabulary, beside the LM
 head: nothing for the most likely token, a sort where top-k and top-p cut the rest off. What a request spends in the
 front end for each token of its prompt, before it is scheduled: the tokeniser's time, cached prefix or not. The least
 that a layer, and that a kernel (`sim.cost.launches`), takes which the host launches by itself: in iterations for which
-no graph was captured (`graphs_of`)."""
+no graph was captured (`graphs_of`). The least that a layer takes of an iteration with prompts whose attention runs
+between graphs."""
 GRAPH_STRIDE = 16
 """Between graphs beyond the profile's sizes, where larger ones are asked for: vLLM v1's from 256 tokens on."""
 KNOWN_UNITS = {**UNITS, **OPTIONAL_UNITS}
@@ -57,6 +59,7 @@ MEASURED = {
     "step_overhead_s": "host_base_s",
     "step_s_per_sequence": "host_s_per_sequence",
     "eager_layer_s": "eager_layer_s",
+    "pieced_layer_s": "pieced_layer_s",
     "front_end_s": "front_end_s",
     "front_end_s_per_token": "front_end_s_per_token",
 }

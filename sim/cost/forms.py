@@ -152,13 +152,15 @@ def _with_engine(
     if engine is not None:
         cost.host = engine.host_time()
         # Every GPU of a group has all logits, and samples.
-        cost.eager_s = engine.value("eager_layer_s") * model.num_layers
+        cost.pieced_s = engine.value("pieced_layer_s") * model.num_layers
+        cost.eager_s = max(engine.value("eager_layer_s") * model.num_layers, cost.pieced_s)
         if hardware.copies_beside_compute:
             sizes = engine.graph_batch_sizes
             graphs = sizes[-1] if sizes else 0
+            cost.pieced_tokens = graphs if engine.graphs_of == "all" else 0
             cost.set_launches(
                 engine.value("eager_kernel_s") * num_launches(model, cost.tp),
-                beyond_prompts=graphs if engine.graphs_of == "all" else 0,
+                beyond_prompts=cost.pieced_tokens,
                 beyond_decodes=graphs,
             )
         cost.sampling_s_per_sample = engine.value("sampling_s_per_logit") * model.vocab_size

@@ -99,6 +99,7 @@ ROOFLINE_UNITS = {
     "front_end_s": "s",
     "front_end_s_per_token": "s/token",
     "eager_layer_s": "s",
+    "pieced_layer_s": "s",
     **{names[name]: EXPERT_UNITS[name] for names in map(expert_names, EXPERT_QUANTIZATIONS) for name in names},
     **LATENT_UNITS,
     **GDN_UNITS,
@@ -123,9 +124,10 @@ ROOFLINE_UNITS = {
 what a call and each of its pieces cost where it asks for `sim.cost.model.BATCHED_COPIES` or more;
 `allreduce_bytes_per_s` is NCCL's bus bandwidth; `allreduce_latency_s` is per step of the ring, 2 (G - 1) of them,
 `allreduce_chunk_s` per chunk of the pipeline, `allreduce_launch_s` per all-reduce.
-`step_overhead_s`, `step_s_per_sequence` and `eager_layer_s` (the least that a layer of a pass with prompts takes, whose
-kernels are launched one by one) are the host time of the live runtime's own engine, where its iterations were timed
-whole: absent otherwise, and of no other engine (`sim.cost.engine_profile`). `front_end_s` and
+`step_overhead_s`, `step_s_per_sequence`, `eager_layer_s` and `pieced_layer_s` (the least that a layer of a pass with
+prompts takes, whose kernels are launched one by one, or come from graphs with attention between them) are the host time
+of the live runtime's own engine, where its iterations were timed whole: absent otherwise, and of no other engine
+(`sim.cost.engine_profile`). `front_end_s` and
 `front_end_s_per_token` are of a server that a profile was fitted to. `docs/calibration.md` has them all.
 """
 OPTIONAL: dict[str, str | float] = {
@@ -153,6 +155,7 @@ OPTIONAL: dict[str, str | float] = {
     "front_end_s": 0.0,
     "front_end_s_per_token": 0.0,
     "eager_layer_s": 0.0,
+    "pieced_layer_s": 0.0,
 }
 """Constants that a profile may lack, and what then counts: another constant, or a value at which their term is free."""
 LINEAR_UNITS = {

@@ -72,6 +72,10 @@ class RooflineCost(CostModel):
     """What the engine's sampler takes for a token, beside the LM head."""
     eager_s = 0.0
     """The least that the layers of an iteration with prompts take, where their kernels are launched one by one."""
+    pieced_s = 0.0
+    """The same where all but attention comes from graphs."""
+    pieced_tokens = 0
+    """Tokens up to which it does."""
     launches_s = 0.0
     """What the host takes to launch all kernels one by one: the least of an iteration without a captured graph."""
     captured_tokens: float = inf
@@ -416,7 +420,7 @@ class RooflineCost(CostModel):
             work_s = self._uneven_s(plan) + read_s
         seconds = work_s + self.overhead_s
         if seconds < self.eager_s:
-            seconds = self.eager_s
+            seconds = max(seconds, self._least_s(tokens))
         if self.delta_net:
             seconds += self.delta_net.decode_s(num_decodes) + self.delta_net.prefill_s(_chunks(plan))
         if sampled:
@@ -486,8 +490,12 @@ class RooflineCost(CostModel):
         return self.unread_s_per_token * num_tokens
 
     def prefill_s(self, prompt_tokens: int) -> float:
-        seconds = max(self._prompt_s(prompt_tokens) + self.overhead_s, self.eager_s) + self.head_s(1)
+        seconds = max(self._prompt_s(prompt_tokens) + self.overhead_s, self._least_s(prompt_tokens)) + self.head_s(1)
         return self._launched_s(seconds + self.added_host_s(1) + self.all_reduce_s(prompt_tokens), prompt_tokens)
+
+    def _least_s(self, tokens: int) -> float:
+        """What launching takes the host for the layers of an iteration with prompts, s: as far as it is known."""
+        return self.pieced_s if tokens <= self.pieced_tokens else self.eager_s
 
     def _launched_s(self, seconds: float, prompt_tokens: int) -> float:
         """Seconds of a prompt alone, host time that is not hidden included: at least what launching it takes."""

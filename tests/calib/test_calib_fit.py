@@ -35,7 +35,7 @@ from calib.longest import fit_longest
 from calib.report import fit_markdown
 from calib.robust import Parameter, fit_relative
 from calib.roofline import MOST_EXPONENT, attention_s, complete, fit_roofline, predict_s, ridge_s
-from calib.samples import Sample
+from calib.samples import PIECES, Sample
 from sim.cost.model import ridge
 from sim.cost.profile import KERNEL_NAMES, ROOFLINE_UNITS, load_profile
 from sim.cost.roofline import RooflineCost
@@ -406,6 +406,11 @@ def test_prompts_whose_launches_take_longest_tell_what_a_launched_layer_takes():
     assert min(s.latency_s for s in samples if not s.graph) == pytest.approx(1.25e-4)
     fit = fit_of(samples)
     assert fit.values == pytest.approx(constants, rel=1e-3)
+    # What comes from graphs by piece has a least of its own.
+    short = [s for s in samples if not s.is_decode and s.batch_size * s.new_tokens <= 128]
+    pieced = planted([msgspec.structs.replace(s, graph=PIECES) for s in short], {**constants, "pieced_layer_s": 7e-5})
+    found = fit_of([*(s for s in samples if s not in short), *pieced])
+    assert found.values["pieced_layer_s"] == pytest.approx(7e-5, rel=1e-3)
     # Of tables of kernels, where nothing came from a graph, it is no constant.
     assert "eager_layer_s" not in fit_of(planted(apart)).values
 
@@ -599,6 +604,7 @@ def test_everything_measured_leaves_nothing_to_carry_over(everything):
         "front_end_s",
         "front_end_s_per_token",
         "eager_layer_s",
+        "pieced_layer_s",
     }
     apart |= {name for name in DENSE_UNITS if name.startswith(("fp8", "nvfp4"))}
     assert list(profile.constants) == [name for name in DENSE_UNITS if name not in apart]

@@ -55,7 +55,20 @@ def test_host_copies_go_through_the_buffers_in_turn():
 def small(tmp_path_factory):
     """Two layers of the small model with nine blocks of KV each."""
     spec = load_model(str(write_config(tmp_path_factory.mktemp("models") / "small")))
-    return ModelWork(spec, num_layers=2, kv_blocks=9, longest=64, device=CPU, dtype=torch.float32, seed=0)
+    shape = {"num_layers": 2, "kv_blocks": 9, "longest": 64}
+    return ModelWork(spec, **shape, device=CPU, dtype=torch.float32, seed=0, capture=lambda compute: compute)
+
+
+def test_layers_by_piece_are_those_that_are_launched(small):
+    """Two prompts of five tokens and two decodes in a graph for 16 tokens: the same KV, at the same places."""
+    shape = {"model": "small", "num_layers": 2, "new_tokens": 30, "decodes": 2, "decode_context_tokens": 20}
+    point = Point(op="layers", graph=2, **shape)
+    assert changed(small, point) == 2 * (2 + 2)
+    with torch.inference_mode():
+        work = next(small.works(point))
+        ours = work().clone()
+        assert ours.shape == (32, 64) and not torch.equal(ours, torch.zeros_like(ours))
+        assert torch.equal(work(), ours)
 
 
 def changed(work, point):
@@ -119,8 +132,8 @@ class Iterations:
     def Engine(self, scheduler, predictor, ended):
         self.ended = ended
 
-    def TorchDevice(self, memory, graph_batch_sizes, prompt_of):
-        self.graphs, self.prompt_of = graph_batch_sizes, prompt_of
+    def TorchDevice(self, memory, graph_batch_sizes, piece_sizes, prompt_of):
+        self.graphs, self.pieces, self.prompt_of = graph_batch_sizes, piece_sizes, prompt_of
         return SimpleNamespace(
             **{name: lambda name=name: self.told.append(name) for name in ("warm_up", "start", "close")}
         )
@@ -171,4 +184,9 @@ def test_prompts_are_timed_alone(monkeypatch):
     assert engine_steps.engine_steps(DECODER, load_model("llama-2-7b"), point, 2) == [4.0, 8.0]
     limits = run.limits
     assert (limits.num_gpu_blocks, limits.max_model_len, limits.max_num_batched_tokens) == (6 + 2, 67, 67)
-    assert (run.graphs, run.sent) == ((), 1)
+    assert (run.graphs, run.pieces, run.sent) == ((), (), 1)
+    assert Point(op="step", new_tokens=63, graph=2).draw == 1
+    run = Iterations(monkeypatch, [(0.0, True)])
+    engine_steps.engine_steps(DECODER, load_model("llama-2-7b"), Point(op="step", new_tokens=63, graph=2), 1)
+    # Prompts of up to 64 tokens.
+    assert (run.graphs, run.pieces) == ((), (64,))

@@ -48,7 +48,7 @@ def samples_of_any_kind(draw):
         "num_copies": draw(counts),
         "memory": draw(st.sampled_from(["pinned", "pageable"])),
         "beside": draw(st.just("") | st.sampled_from(sorted(OPS))),
-        "graph": draw(st.integers(0, 1)),
+        "graph": draw(st.integers(0, 2)),
         "dtype_bytes": draw(st.sampled_from([0.0, 1.0, 2.0, 4.0])),
     }
     return Sample(op=op, latency_s=latency_s, **fields)
@@ -134,7 +134,7 @@ BAD_CELLS = [
     ("op", '"layers', ["not CSV", "correct the line"]),
     ("memory", "paged", ["'paged'", "use one of pinned, pageable"]),
     ("beside", "decode", ["'decode' is not an op", "leave it empty"]),
-    ("graph", "2", ["2", "use 0 or 1"]),
+    ("graph", "3", ["3", "use 0, 1 or 2"]),
 ]
 
 
