@@ -9,7 +9,7 @@ from gpu_runtime.model.fp8 import has_fp8_weights
 from gpu_runtime.model.rope_scaling import RopeScaling, read_rope
 from sim.errors import UserError
 from sim.specs.hf_families import FAMILIES
-from sim.specs.hf_fields import Fields
+from sim.specs.hf_fields import KNOWN_SHAPES, Fields
 from sim.specs.hf_layers import EXPERT_COUNTS, read_moe, read_windows
 from sim.specs.json_file import read_json_object
 from sim.specs.model_spec import ModelSpec
@@ -192,7 +192,7 @@ def _read(fields: Fields, name: str) -> DecoderConfig:
     kind = fields.get("model_type")
     if kind not in MODEL_TYPES:
         raise fields.error("model_type", f"is not computed by the runtime: use one of {', '.join(MODEL_TYPES)}")
-    fields.refuse_unknown()
+    fields.refuse_unknown(KNOWN_SHAPES)
     _refuse_uncomputed(fields)
     layers, hidden = fields.count("num_hidden_layers"), fields.count("hidden_size")
     windows = read_windows(fields, FAMILIES[kind], layers)
