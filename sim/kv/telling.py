@@ -15,7 +15,7 @@ from sim.kv.index.prefix_index import CachedRun, Holding, Keys, Node, PrefixInde
 from sim.kv.index.radix_tree import RadixTree
 from sim.kv.index.retained_chunks import Chunk, ChunkStore
 from sim.kv.tiers.host_cache import HostCache, Wanted
-from sim.kv.tiers.replacement import Access
+from sim.kv.tiers.replacement import Access, Named
 
 if TYPE_CHECKING:
     from sim.engine.scheduler import Scheduler
@@ -125,8 +125,8 @@ class TellingChunks(_Telling, ChunkStore):
 class TellingCache(_Telling, HostCache):
     """A host's cache that tells what it gives up, before what takes the room."""
 
-    def __init__(self, num_chunks: int, scheduler: "Scheduler") -> None:
-        super().__init__(num_chunks)
+    def __init__(self, num_chunks: int, scheduler: "Scheduler", replacement: Named = "lru") -> None:
+        super().__init__(num_chunks, replacement)
         self._scheduler = scheduler
 
     def evict(

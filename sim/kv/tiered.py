@@ -18,6 +18,7 @@ from sim.kv.prefix import PrefixMemory
 from sim.kv.tiered_options import TieredOptions
 from sim.kv.tiers.host_cache import HostCache
 from sim.kv.tiers.replacement import Access
+from sim.kv.tiers.replacement import Named as Replaced
 from sim.kv.tiers.worth import Worth
 from sim.parts.catalogue import class_at
 
@@ -44,16 +45,25 @@ class TieredMemory(PrefixMemory):
         if b.offloading.offloads:
             raise UserError("--kv-offloading-size: goes with memory=paged, not tiered, which keeps prefixes itself")
         b.refuse_windows("memory=tiered")
-        if b.options(TieredOptions).num_disk_blocks(b.block_bytes):
+        options = b.options(TieredOptions)
+        if options.num_disk_blocks(b.block_bytes):
+            if options.replacement != "lru":
+                raise UserError(
+                    f"replacement={options.replacement}: beside a disk (disk-space) what the queue wants is kept, then "
+                    "what was used last; leave one of them out"
+                )
             return class_at("sim.kv.on_disk:DiskTieredMemory").build(b)
-        return cls(b.limits, Worth.of(b), in_flight_hits=b.policy.is_unified)
+        return cls(b.limits, Worth.of(b), in_flight_hits=b.policy.is_unified, replacement=options.replacement)
 
-    def __init__(self, limits: Limits, worth: Worth, *, in_flight_hits: bool = False) -> None:
-        """`worth` prices loads; `in_flight_hits` as for `PrefixMemory`."""
+    def __init__(
+        self, limits: Limits, worth: Worth, *, in_flight_hits: bool = False, replacement: Replaced = "lru"
+    ) -> None:
+        """`worth` prices loads; `in_flight_hits` as for `PrefixMemory`; `replacement`: what gives way on the host."""
         super().__init__(limits, in_flight_hits=in_flight_hits)
         self.keys = self.chain = NamedChain(limits.block_size)
         self.worth = worth
-        self.cache = HostCache(limits.num_cpu_blocks)
+        self.cache = HostCache(limits.num_cpu_blocks, replacement)
+        self._replacement: Replaced = replacement
         self.tier = TierCounters(num_blocks=limits.num_cpu_blocks)
         # Of sequences with named blocks: what they did to the host's cache.
         self._accesses: dict[Sequence, Access] = {}
@@ -77,7 +87,8 @@ class TieredMemory(PrefixMemory):
         super().tell_blocks()
         from sim.kv.telling import TellingCache  # noqa: PLC0415
 
-        self.cache, self._tells = TellingCache(self.cache.num_chunks, self.scheduler), True
+        self.cache = TellingCache(self.cache.num_chunks, self.scheduler, self._replacement)
+        self._tells = True
 
     def name_blocks(self, seq: Sequence, keys: tuple[int, ...]) -> None:
         access = self._access(seq)
@@ -192,6 +203,9 @@ class TieredMemory(PrefixMemory):
         del self._accesses[seq]
         full = self.full_blocks(seq)
         is_preempted = seq.status is Status.WAITING
+        if self._replacement == "pgdsf":
+            prompt, cached = seq.request.prompt_tokens, seq.num_cached_tokens
+            access.cost_s = self.worth.spans_s(((cached, prompt),)) / (prompt - cached)
         taken = [] if is_preempted else self._offer(seq, access, min(full, len(access.keys)))
         self.cache.finish(access)
         self.tier.evicted_blocks = self.cache.num_evicted

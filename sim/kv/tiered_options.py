@@ -1,6 +1,7 @@
 """Options of `memory=tiered` (CachedAttention's), of `memory=retained` (Pensieve's), and of any mix with them."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 from sim.parts.options import MOST_GIB, CheckedOptions, Only, option
 
@@ -29,6 +30,10 @@ class TieredOptions(CheckedOptions):
         True,
         "fetch from the disk what waiting requests will load, and keep it longer than what none waits for",
         only=ON_DISK,
+    )
+
+    replacement: Literal["lru", "pgdsf"] = option(
+        "lru", "what gives way on the host: the longest unused, or RAGCache's least of uses x cost by a clock"
     )
 
     def num_disk_blocks(self, block_bytes: float) -> int:

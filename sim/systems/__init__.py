@@ -36,6 +36,7 @@ _PLACES = {
     "cachedattention": "sim.systems.cachedattention:CachedAttention",
     "pensieve": "sim.systems.pensieve:Pensieve",
     "cacheblend": "sim.systems.cacheblend:CacheBlend",
+    "ragcache": "sim.systems.ragcache.preset:RagCache",
     "promptcache": "sim.systems.promptcache:PromptCache",
     "splitwise": "sim.systems.splitwise:Splitwise",
     "radix": "sim.systems.radix.preset:Radix",

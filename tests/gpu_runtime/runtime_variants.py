@@ -25,7 +25,7 @@ VARIANTS = [
     "vllm-v1:spec-method=ngram,spec-tokens=3,acceptance-rate=0.5",
     "adaptive:ttft-slo-ms=300,tpot-slo-ms=30",
 ]
-TIERED = ["cachedattention:disk-space=0", "vllm-v1:memory=tiered", "sarathi:memory=tiered"]
+TIERED = ["cachedattention:disk-space=0", "vllm-v1:memory=tiered", "sarathi:memory=tiered", "ragcache"]
 """Those that keep prefixes on the host."""
 RETAINED = ["pensieve:swap-out-threshold=0.8", "sarathi:memory=retained,swap-out-threshold=0.8"]
 """Those that keep chunks of conversations there."""

@@ -1,17 +1,20 @@
 """Which chunk of the host's cache gives way: `Lru` and `Arc`, as vLLM 0.33 has them (`kv_offload/cpu/policies`).
+`Pgdsf` is RAGCache's.
 
 A request counts as one use of all chunks that it stored or loaded, at its end; until then they share a provisional
 rank. Within a request tails go before heads. Chunks that are being copied stay.
 """
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from heapq import heapify, heappop, heappush, nsmallest
 from itertools import chain
 from typing import Literal
 
 Keys = tuple[int, ...]
 
+ROOT = 0
+"""No chunk's key."""
 LEAST_STALE = 64
 """Stale entries of `Lru`'s heap that are not worth making it anew."""
 
@@ -28,11 +31,13 @@ class Chunk:
 class Access:
     """What one request did to the cache. Chunks are named by their place in `keys`, those of the request's chunks."""
 
-    __slots__ = ("inserted", "keys", "missed", "rank", "reused", "seen")
+    __slots__ = ("cost_s", "inserted", "keys", "missed", "rank", "reused", "seen")
 
     def __init__(self, keys: Keys) -> None:
         self.keys = keys
         self.rank = 0
+        self.cost_s = 0.0
+        """Of computing a token that it did not hit, s."""
         self.seen: set[int] = set()
         self.inserted: set[int] = set()
         self.reused: set[int] = set()
@@ -261,5 +266,102 @@ class Arc(Replacement):
         return [key for key, _ in chosen]
 
 
-Named = Literal["lru", "arc"]
-REPLACEMENTS: dict[Named, type[Lru] | type[Arc]] = {"lru": Lru, "arc": Arc}
+class Node:
+    """A chunk of `Pgdsf`'s tree, and how often it was used."""
+
+    __slots__ = ("chunk", "cost_s", "num_children", "num_uses", "parent", "priority")
+
+    def __init__(self, parent: int, cost_s: float) -> None:
+        self.chunk, self.parent, self.cost_s = Chunk(), parent, cost_s
+        self.num_children = self.num_uses = 0
+        self.priority = 0.0
+
+
+class Pgdsf(Replacement):
+    """Leaves of the tree of prefixes, the least of clock + uses x cost / size first (Jin et al., "RAGCache", 5.1).
+
+    Cost / size is what a token took the request that computed the chunk: T(cached, new) / new. The clock is the highest
+    priority that was evicted, so that what was often used long ago goes, too.
+    """
+
+    def __init__(self, num_chunks: int) -> None:
+        self._nodes: dict[int, Node] = {}
+        self._idle: set[int] = set()
+        # Idle leaves, stale entries among them.
+        self._heap: list[tuple[float, int]] = []
+        self._clock = 0.0
+
+    def get(self, key: int) -> Chunk | None:
+        node = self._nodes.get(key)
+        return None if node is None else node.chunk
+
+    def keys(self) -> Iterable[int]:
+        return self._nodes
+
+    def insert(self, access: Access, place: int) -> None:
+        node = Node(access.keys[place - 1] if place else ROOT, access.cost_s)
+        self._nodes[access.keys[place]] = node
+        if (above := self._nodes.get(node.parent)) is not None:
+            above.num_children += 1
+        self._use(access.keys[place], node)
+
+    def saw(self, access: Access, places: Iterable[int]) -> None:
+        for place in places:
+            if (node := self._nodes.get(access.keys[place])) is not None:
+                self._use(access.keys[place], node)
+
+    def _use(self, key: int, node: Node) -> None:
+        node.num_uses += 1
+        node.priority = self._clock + node.num_uses * node.cost_s
+        self._push(key, node)
+
+    def _push(self, key: int, node: Node) -> None:
+        if key in self._idle and not node.num_children:
+            if len(self._heap) > LEAST_STALE + 2 * len(self._idle):
+                leaves = ((node.priority, key) for key in self._idle if not (node := self._nodes[key]).num_children)
+                self._heap = list(leaves)
+                heapify(self._heap)
+            else:
+                heappush(self._heap, (node.priority, key))
+
+    def idle(self, key: int) -> None:
+        self._idle.add(key)
+        self._push(key, self._nodes[key])
+
+    def busy(self, key: int) -> None:
+        self._idle.remove(key)
+
+    def finish(self, access: Access) -> None:
+        pass
+
+    def evict(self, count: int, protected: Iterable[int]) -> list[int]:
+        nodes, kept, chosen, passed = self._nodes, set(protected), dict[int, None](), list[tuple[float, int]]()
+        while self._heap and len(chosen) < count:
+            priority, key = heappop(self._heap)
+            node = nodes.get(key)
+            if node is None or key in chosen or key not in self._idle or node.num_children or node.priority != priority:
+                continue
+            if key in kept:
+                passed.append((priority, key))
+                continue
+            chosen[key] = None
+            if (above := nodes.get(node.parent)) is not None:
+                above.num_children -= 1
+                self._push(node.parent, above)
+        if enough := len(chosen) == count:
+            self._clock = max((self._clock, *(nodes[key].priority for key in chosen)))
+            for key in chosen:
+                del nodes[key]
+                self._idle.remove(key)
+        else:
+            for key in chosen:
+                if (above := nodes.get(nodes[key].parent)) is not None:
+                    above.num_children += 1
+            passed += [(nodes[key].priority, key) for key in chosen]
+        for entry in passed:
+            heappush(self._heap, entry)
+        return list(chosen) if enough else []
+
+
+Named = Literal["lru", "arc", "pgdsf"]
+REPLACEMENTS: dict[Named, Callable[[int], Replacement]] = {"lru": Lru, "arc": Arc, "pgdsf": Pgdsf}

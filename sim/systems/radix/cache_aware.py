@@ -66,11 +66,14 @@ class CacheAware(Fcfs):
         if self.by_branch and radix is not None:
             self._sort_by_branch(radix, [radix.end_of(seq) for seq in queue])
         else:
-            ranked = sorted(queue, key=self.memory.cached_tokens, reverse=True)
+            ranked = sorted(queue, key=self._rank)
             queue.clear()
             queue.extend(ranked)
         if radix is not None:
             self._is_sorted, self._clock = True, radix.tree.clock
+
+    def _rank(self, seq: Sequence) -> tuple[float, ...]:
+        return (-self.memory.cached_tokens(seq),)
 
     def repeats(self, plan: IterationPlan, steps: int) -> int:
         return 1 if self._looks_anew and self._queue else steps

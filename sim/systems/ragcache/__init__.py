@@ -1,0 +1,1 @@
+"""RAGCache: the preset, and the order of its queue."""
