@@ -6,6 +6,9 @@ as one layer of the target and its LM head; what merges its two inputs is left o
 and keeps that layer and its KV. Where prices are fitted to one model (forms `linear` and `paper`), a pass takes the
 share of theirs that its floating-point operations are. N-gram look-up runs on the host and is free.
 
+Or the target drafts by itself, reading a part of each context (`sparse_kv`: TriForce, Sun et al. 2024, without its
+small model below; MagicDec, Chen et al. 2024): a pass for each drafted token, over KV that is there.
+
 The target computes a drafted token as it does a decode, which reads KV together with the other rows of its sequence.
 """
 
@@ -14,7 +17,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from sim.cost.forms import PaperCost
-from sim.cost.model import CostModel
+from sim.cost.model import CostModel, run_s
 from sim.cost.roofline import RooflineCost
 from sim.engine.plan import IterationPlan
 from sim.errors import UserError
@@ -57,8 +60,26 @@ class Drafter:
         return self.share * seconds
 
 
+class SparseKVDrafter(Drafter):
+    """Passes of the target over at most `budget` tokens of each context.
+
+    Assumed: contexts are alike, as far as some are within the budget and some beyond.
+    """
+
+    def __init__(self, cost: CostModel, num_tokens: int, budget: int) -> None:
+        super().__init__(cost, 1.0, num_tokens)
+        self.budget = budget
+
+    def seconds(self, verified: IterationPlan, num_sequences: int, context_tokens: int) -> float:
+        most = num_sequences * self.budget
+        first_s, slope_s = self.cost.decode_run(num_sequences, min(context_tokens, most))
+        return run_s(first_s, slope_s if context_tokens < most else 0.0, self.num_tokens)
+
+
 def build_drafter(options: "SpeculativeOptions", deployment: "Deployment") -> Drafter | None:
     """The prices of a method; None where drafting is free."""
+    if options.spec_kv_budget is not None:
+        return SparseKVDrafter(deployment.cost, options.spec_tokens or 0, options.spec_kv_budget)
     model = drafting_model(options, deployment.model)
     if model is None:
         return None
@@ -75,11 +96,11 @@ def _flops(model: ModelSpec) -> float:
 
 
 def drafting_model(options: "SpeculativeOptions", target: ModelSpec) -> ModelSpec | None:
-    """What drafts: the model named, one layer of the target for a head; None where it is no model.
+    """What drafts: the model named, one layer of the target for a head; None where it is no model, or the target.
 
     UserError where the model named has another vocabulary.
     """
-    if options.spec_method in (None, "ngram"):
+    if options.spec_method in (None, "ngram", "sparse_kv"):
         return None
     if options.spec_model is None:
         return _layers_of(target, 1)

@@ -111,6 +111,17 @@ def test_a_head_is_priced_as_a_layer_and_the_lm_head() -> None:
     assert ends["eagle"] - ends["ngram"] == pytest.approx(share * (prefill + decodes))
 
 
+def test_the_model_drafts_by_itself_over_a_part_of_each_context() -> None:
+    """Two passes for each drafting, of 10 tokens of the sequence's 17 and more; behind a prompt none is counted yet."""
+    ends, rows = {}, requests((0.0, 16, 6))
+    for method, words in (("ngram", ""), ("sparse_kv", ",spec-kv-budget=10")):
+        policy = drafting(f"spec-tokens=2,acceptance-rate=0{words}", method)
+        ends[method] = simulate(policy, rows, limits(chunked=True)).by_id()[0].finish_s
+    # The last but one of five steps drafts in vain; the last one is known to be.
+    first, later = 2 * (D0 + D1) + D2, 2 * (D0 + D1 + 10 * D2)
+    assert ends["sparse_kv"] - ends["ngram"] == pytest.approx(first + 4 * later)
+
+
 def test_weights_and_kv_of_what_drafts_take_memory() -> None:
     """A head keeps one layer's KV beside the model's 40, a draft model its own; blocks are as many as are left."""
     scenario = Scenario(model="qwen3-14b", gpu="h100", workload="fixed")
@@ -142,6 +153,8 @@ PLENTY = "spec-tokens=2,acceptance-rate=0.5"
         ("vllm-v1:spec-method=ngram,spec-tokens=2,synthetic-acceptance-rates=0.5 0.6", "0.6 is not between 0 and"),
         (f"vllm-v1:spec-method=draft_model,{PLENTY}", "spec-model: is missing"),
         (f"vllm-v1:spec-method=eagle,{PLENTY},spec-model=llama-2-7b", "no other takes one"),
+        (f"vllm-v1:spec-method=sparse_kv,{PLENTY}", "spec-kv-budget: is missing"),
+        (f"vllm-v1:spec-method=ngram,{PLENTY},spec-kv-budget=9", "no other takes one (spec-method=ngram)"),
         (f"vllm-v1:spec-method=draft_model,{PLENTY},spec-model=qwen3-0.6b", "words in its vocabulary"),
         (f"vllm-v1:spec-method=ngram,{PLENTY},async-scheduling=true", "--async-scheduling: drafted tokens"),
         (f"vllm-v1:spec-method=ngram,{PLENTY},cpu-chunks=10", "--kv-offloading-size: what a connector"),

@@ -7,6 +7,7 @@ from sim.errors import UserError
 from sim.parts.options import CheckedOptions, Only, option, vllm_option
 
 MOST_DRAFTED = 64
+MOST_READ = 1 << 24
 DRAFTS = Only("spec_method")
 
 
@@ -14,7 +15,7 @@ DRAFTS = Only("spec_method")
 class SpeculativeOptions(CheckedOptions):
     """What drafts tokens, how many, and which of them are accepted. Nothing is drafted unless a method is given."""
 
-    spec_method: Literal["ngram", "draft_model", "eagle", "eagle3", "mtp"] | None = vllm_option(
+    spec_method: Literal["ngram", "draft_model", "eagle", "eagle3", "mtp", "sparse_kv"] | None = vllm_option(
         None, "what drafts tokens that are verified together, several in a step"
     )
     spec_tokens: int | None = vllm_option(
@@ -22,6 +23,12 @@ class SpeculativeOptions(CheckedOptions):
     )
     spec_model: str | None = vllm_option(
         None, "the draft model of --spec-method draft_model, named as --model is", only=DRAFTS
+    )
+    spec_kv_budget: int | None = option(
+        None,
+        "tokens of a context that the model itself reads when it drafts (--spec-method sparse_kv)",
+        within=(1, MOST_READ),
+        only=DRAFTS,
     )
     synthetic_acceptance_rates: str | None = vllm_option(
         None,
@@ -49,6 +56,11 @@ class SpeculativeOptions(CheckedOptions):
             raise UserError(
                 f"spec-model: {self.spec_model or 'is missing'}; spec-method=draft_model needs one, and no other takes "
                 f"one (spec-method={self.spec_method})"
+            )
+        if (self.spec_method == "sparse_kv") != (self.spec_kv_budget is not None):
+            raise UserError(
+                f"spec-kv-budget: {self.spec_kv_budget or 'is missing'}; spec-method=sparse_kv needs one, and no other "
+                f"takes one (spec-method={self.spec_method})"
             )
         if self.acceptance_rate is not None and self.synthetic_acceptance_rates is not None:
             raise UserError("acceptance-rate and synthetic-acceptance-rates: both are given; give one")
