@@ -19,6 +19,7 @@ from sim.cost.host import Host
 from sim.cost.profile import Profile
 from sim.errors import UserError
 from sim.specs.json_file import built_in_names, convert, find_file, once_of, read_json_object
+from sim.specs.memory import EngineMemory
 
 SHIPPED = Path(__file__).parent / "engines"
 OURS, OURS_AHEAD = "kvtwin", "kvtwin-async"
@@ -36,6 +37,8 @@ RELEASES = (
 )
 """First and last release of vLLM, and what has its engine as it comes. V1 is the default from 0.8 on; its scheduling is
 in series unless asked until PR 27614, asynchronous by default from 0.14 on."""
+UNSORTED, GRAPHS_COUNTED = (0, 17), (0, 21)
+"""First releases that sample without sorting the vocabulary, and that count CUDA graphs before they size the pool."""
 UNITS = {"host_base_s": "s", "host_s_per_sequence": "s/sequence", "front_end_s": "s"}
 """Constants and their units. An iteration of n sequences takes the host `host_base_s` + n `host_s_per_sequence`; a
 request spends `front_end_s` in the HTTP server and the tokeniser, before it is scheduled and on its answers' way."""
@@ -54,7 +57,9 @@ no graph was captured (`graphs_of`). The least that a layer takes of an iteratio
 between graphs."""
 GRAPH_STRIDE = 16
 """Between graphs beyond the profile's sizes, where larger ones are asked for: vLLM v1's from 256 tokens on."""
-KNOWN_UNITS = {**UNITS, **OPTIONAL_UNITS}
+MEMORY_UNITS = dict.fromkeys(EngineMemory.__struct_fields__, "B")
+"""What the engine takes of a GPU's memory; where absent as `EngineMemory` has it."""
+KNOWN_UNITS = {**UNITS, **OPTIONAL_UNITS, **MEMORY_UNITS}
 MEASURED = {
     "step_overhead_s": "host_base_s",
     "step_s_per_sequence": "host_s_per_sequence",
@@ -85,7 +90,7 @@ class EngineProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dic
         graph_batch_sizes: sizes captured as CUDA graphs, rising; a decode batch is padded to the next one. None: none.
         graph_source: where the sizes come from.
         graphs_of: whether iterations with prompts run from them as well (`all`), or those of decodes alone.
-        constants: those of `UNITS`, and any of `OPTIONAL_UNITS`.
+        constants: those of `UNITS`, and any of `OPTIONAL_UNITS` and `MEMORY_UNITS`.
         block_copies: whether the keys and the values of each layer of a block are copied apart, or the block as one.
     """
 
@@ -121,6 +126,11 @@ class EngineProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dic
     def front_end(self) -> tuple[float, float]:
         """What a request spends in the HTTP server and the tokeniser, s, and for a token of its prompt, s/token."""
         return self.value("front_end_s"), self.value("front_end_s_per_token")
+
+    def memory(self) -> EngineMemory:
+        """What it takes of each GPU's memory; no graphs where it captures none."""
+        known = {name: self.constants[name].value for name in MEMORY_UNITS if name in self.constants}
+        return EngineMemory(**known if self.graph_batch_sizes else known | {"graph_bytes_per_layer": 0.0})
 
     def sized(self, max_num_seqs: int, max_cudagraph_capture_size: int | None = None) -> "EngineProfile":
         """With the graphs that an engine of so many sequences captures.
@@ -194,7 +204,13 @@ def profile_of_release(name: str) -> str:
 
 def load_engine_profile(name_or_path: str) -> EngineProfile:
     """A shipped engine profile by name or release, or a file; UserError names file, field, value and remedy."""
-    return _read(find_file(profile_of_release(name_or_path), SHIPPED, "engine profile"))
+    profile = _read(find_file(profile_of_release(name_or_path), SHIPPED, "engine profile"))
+    release = release_of(name_or_path)
+    if release is None or release >= GRAPHS_COUNTED:
+        return profile
+    unlike = MEMORY_UNITS if release < UNSORTED else ("graph_bytes_per_layer",)
+    constants = {name: constant for name, constant in profile.constants.items() if name not in unlike}
+    return msgspec.structs.replace(profile, constants=constants)
 
 
 def _engine_profile(path: Path) -> EngineProfile:
@@ -211,8 +227,9 @@ def _engine_profile(path: Path) -> EngineProfile:
 _read = once_of(SHIPPED, _engine_profile)
 
 
+MOST = {"B": 1e12}
 MOST_S = 3600.0
-"""No engine's process takes an hour for an iteration."""
+"""No engine's process takes an hour for an iteration, or a terabyte of a GPU."""
 
 
 def _check(profile: EngineProfile, path: Path) -> None:
@@ -220,13 +237,14 @@ def _check(profile: EngineProfile, path: Path) -> None:
         constant = profile.constants.get(name)
         where = f"{path}: field constants.{name}"
         if constant is None:
-            if name in OPTIONAL_UNITS:
+            if name not in UNITS:
                 continue
             raise UserError(f"{where} is missing: give it in {unit}")
         if constant.unit != unit:
             raise UserError(f"{where}.unit = {constant.unit!r}: expected {unit!r}: convert the value")
-        if not 0 <= constant.value <= MOST_S:
-            raise UserError(f"{where}.value = {constant.value} must be zero to {MOST_S:g} {unit}: correct the value")
+        most = MOST.get(unit, MOST_S)
+        if not 0 <= constant.value <= most:
+            raise UserError(f"{where}.value = {constant.value} must be zero to {most:g} {unit}: correct the value")
         if not constant.source:
             raise UserError(f"{where}.source is empty: say where the value comes from")
     for name in profile.constants.keys() - KNOWN_UNITS.keys():

@@ -20,7 +20,7 @@ from sim.results.goodput import Goodput
 from sim.specs.expert_layout import ExpertLayout
 from sim.specs.hardware import HardwareSpec, load_hardware
 from sim.specs.kv_format import KVGroups, hybrid_groups, kv_dtype, like_groups
-from sim.specs.memory import LEAST_FLASHINFER_CAPABILITY, kv_cache_blocks, state_block_size
+from sim.specs.memory import LEAST_FLASHINFER_CAPABILITY, OLDER, EngineMemory, kv_cache_blocks, state_block_size
 from sim.specs.models import ModelSpec, load_model
 from sim.systems.base import Asked, EngineLimits, Policy
 from sim.systems.builder import STORED, options_among
@@ -164,8 +164,11 @@ def _prepare(asked_for: Scenario, scenario: Scenario, label: str, policy: Policy
     warnings += _other_slos(policy, Goodput.parse(scenario.goodput))
     pp = _stages(asked_for, scenario, model, policy, label, role)
     experts = _experts(scenario, model, policy, label, pp, warnings)
-    limits = _limits(scenario, model, hardware, policy, max_model_len, engine, pp, experts, sparse, warnings)
     engine_profile = _engine_profile(scenario, hardware, profile, policy, pp)
+    # A CPU captures no graphs, and its runtime's memory is the process's.
+    is_gpu = hardware.copies_beside_compute
+    memory = engine_profile.memory() if is_gpu and engine_profile is not None else OLDER
+    limits = _limits(scenario, model, hardware, policy, max_model_len, engine, memory, pp, experts, sparse, warnings)
     warnings += _of_release(scenario, engine_profile)
     if pp > 1 and engine_profile is not None and engine_profile.host == "hidden":
         raise UserError(
@@ -327,6 +330,7 @@ def _limits(
     policy: Policy,
     max_model_len: int,
     engine: EngineLimits,
+    memory: EngineMemory,
     pp: int,
     experts: ExpertLayout | None,
     sparse: "SparseAttention | None",
@@ -360,6 +364,7 @@ def _limits(
         experts=experts,
         draft_weight_bytes=draft_weights,
         draft_kv_bytes_per_token=draft_kv,
+        engine=memory,
     )
     host_blocks = scenario.num_cpu_blocks_override
     if host_blocks is None:

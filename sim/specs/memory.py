@@ -1,18 +1,13 @@
-"""How many KV blocks fit: the pool as vLLM 0.5.5 sizes it, `kv_cache_blocks`.
+"""How many KV blocks fit: the pool as vLLM sizes it, `kv_cache_blocks`.
 
-vLLM loads the weights, runs one dummy prefill of max_num_batched_tokens tokens in max_num_seqs sequences, reads from
-CUDA how much memory is gone, and gives the rest of gpu_memory_utilization to KV blocks (worker.py, 0.5.5):
+vLLM loads the weights, computes one dummy batch of max_num_batched_tokens tokens in max_num_seqs sequences, reads from
+CUDA how much memory is gone, and gives the rest of gpu_memory_utilization to KV blocks:
 
     num_gpu_blocks = floor((utilization * total - peak) / block_bytes),  num_cpu_blocks = floor(swap / block_bytes)
 
-There is no GPU here, so the peak is estimated: weights + max(forward, sampler) + runtime. Forward and sampler do not
-add up because PyTorch's allocator reuses the first's memory for the second. Public startup logs agree within 1 %:
-
-    vLLM 0.5.4, Llama-3.1-8B, A100 40 GB, max_model_len 512: 9,930 blocks, here 9,928
-    vLLM 0.6.3, Llama-3.1-8B, a 24 GB card, chunks of 512 tokens: 2,575 blocks, here 2,592 on an RTX 4090
-    vLLM 0.6.1, CodeLlama-7B, a 24 GB card, max_model_len 4096: 1,055 blocks, here 1,060 with Llama-2-7B
-
-No such log was found for groups of GPUs: the allowance for NCCL is an estimate.
+There is no GPU here, so the peak is estimated: weights + max(forward, sampler) + what the engine takes beside them
+(`EngineMemory`). Forward and sampler do not add up because PyTorch's allocator reuses the first's memory for the
+second. `validation/kv_pools.py` compares with public logs of vLLM 0.5 to 0.19.
 """
 
 from math import ceil, lcm
@@ -27,19 +22,30 @@ from sim.specs.model_spec import ModelSpec
 
 ACTIVATION_BYTES = 2
 """Bytes of an activation element (fp16/bf16)."""
-SAMPLER_BYTES_PER_LOGIT = 38
-"""Peak of vLLM 0.5's top-p/top-k sampling per (sequence, vocabulary entry), bytes: half-precision logits 2, fp32 logits
-4, sorted values 4 and indices 8, probabilities 4, their sums 4, masks 2, the result 4; 6 for sorting fit the logs."""
-RUNTIME_BYTES = 0.1e9
-"""cuBLAS workspaces, allocator rounding and fragmentation, per GPU (fits the logs)."""
-COLLECTIVE_BYTES = 0.4e9
-"""NCCL's buffers per GPU of a tensor-parallel group (estimate)."""
-
-
+COLLECTIVE_BYTES_WITHOUT_NVLINK = 0.4e9
+"""Most of `collective_bytes` where GPUs talk over PCIe: vLLM's own all-reduces need peers' memory (estimate)."""
 LEAST_FLASHINFER_CAPABILITY = 9.0
 """CUDA compute capability from which vLLM 0.33 computes prompts of Gated DeltaNet with FlashInfer's kernel."""
 EXPORT_TOKENS = 64
 """That kernel writes states out at multiples of so many tokens (vLLM's `FLASHINFER_GDN_CHECKPOINT_ALIGNMENT`)."""
+
+
+class EngineMemory(msgspec.Struct, frozen=True):
+    """What an engine takes of each GPU beside weights, activations and KV, bytes; the defaults are vLLM 0.5's."""
+
+    sampler_bytes_per_logit: float = 38.0
+    """Peak of sampling per (sequence, vocabulary entry). 38: half-precision logits 2, fp32 logits 4, sorted values 4
+    and indices 8, probabilities 4, their sums 4, masks 2, the result 4; 6 for sorting fit logs of 0.5 and 0.6."""
+    runtime_bytes: float = 0.1e9
+    """cuBLAS workspaces, kernels, allocator rounding and fragmentation (fits the same logs)."""
+    collective_bytes: float = 0.4e9
+    """Buffers of NCCL and of all-reduces, where a group shares layers (0.42 GiB more on two H100 in a log of 0.11)."""
+    graph_bytes_per_layer: float = 0.0
+    """CUDA graphs, where they are counted before the pool is sized."""
+
+
+OLDER = EngineMemory()
+"""vLLM 0.5 to 0.13."""
 
 
 class PoolSize(msgspec.Struct, frozen=True):
@@ -82,17 +88,20 @@ def peak_bytes(
     max_num_batched_tokens: int,
     max_num_seqs: int,
     experts: ExpertLayout | None = None,
+    engine: EngineMemory = OLDER,
 ) -> float:
-    """Estimated memory in use on one GPU after vLLM 0.5.5's profiling run, bytes."""
+    """Estimated memory in use on one GPU after vLLM's profiling run, bytes."""
     rows = min(max_num_seqs, max_num_batched_tokens)
     working = max(
         activation_bytes(model, tensor_parallel_size, max_num_batched_tokens, experts),
         # The first GPU of the group gathers the whole vocabulary and samples.
-        float(rows * model.vocab_size * SAMPLER_BYTES_PER_LOGIT),
+        # What went into the last norm and came out of it is still there.
+        float(rows * model.vocab_size * engine.sampler_bytes_per_logit)
+        + 2 * max_num_batched_tokens * model.hidden_size * ACTIVATION_BYTES,
     )
     gpus = tensor_parallel_size if experts is None else experts.gpus
-    collective = COLLECTIVE_BYTES if gpus > 1 else 0.0
-    return model.weight_bytes(tensor_parallel_size, gpus) + working + RUNTIME_BYTES + collective
+    collective = engine.collective_bytes if gpus > 1 else 0.0
+    return model.weight_bytes(tensor_parallel_size, gpus) + working + engine.runtime_bytes + collective
 
 
 def kv_cache_blocks(
@@ -111,6 +120,7 @@ def kv_cache_blocks(
     experts: ExpertLayout | None = None,
     draft_weight_bytes: float = 0.0,
     draft_kv_bytes_per_token: float = 0.0,
+    engine: EngineMemory = OLDER,
 ) -> PoolSize:
     """The KV pool of `pipeline_parallel_size` groups of `tensor_parallel_size` GPUs, with equal shares of the layers.
 
@@ -129,6 +139,7 @@ def kv_cache_blocks(
         experts: which GPUs share the routed experts; None: those of the group.
         draft_weight_bytes: on each GPU, of what drafts tokens.
         draft_kv_bytes_per_token: on each GPU, of its KV, which the same blocks hold.
+        engine: what the engine takes beside.
 
     Raises:
         UserError: an argument out of range, or not one block fits beside the weights.
@@ -148,7 +159,11 @@ def kv_cache_blocks(
     num_cpu_blocks = int(swap_space_bytes_per_gpu // block_bytes)
     if num_gpu_blocks_override is not None:
         return PoolSize(num_gpu_blocks_override, num_cpu_blocks, block_bytes)
-    peak = peak_bytes(model, tensor_parallel_size, max_num_batched_tokens, max_num_seqs, experts)
+    if hardware.nvlink_bytes_per_s is None:
+        collective = min(engine.collective_bytes, COLLECTIVE_BYTES_WITHOUT_NVLINK)
+        engine = msgspec.structs.replace(engine, collective_bytes=collective)
+    peak = peak_bytes(model, tensor_parallel_size, max_num_batched_tokens, max_num_seqs, experts, engine)
+    peak += engine.graph_bytes_per_layer * model.num_layers / pipeline_parallel_size
     whole = model.weight_bytes(tensor_parallel_size, experts.gpus if experts else None)
     weights = whole / pipeline_parallel_size
     peak += weights - whole + draft_weight_bytes

@@ -171,11 +171,12 @@ def test_a_pipeline_is_as_many_virtual_engines_with_a_share_of_the_blocks_each(t
     assert two.scenario.pipeline_parallel_size == 2
     assert two.engines is not result_module.UNSET
     assert [(use.tp, use.num_prompts) for use in two.engines] == [(1, 31), (1, 29)]
-    # Half of the weights (of 13.5 GB) and half of every block on each GPU; each batch has half of the blocks.
+    # Half of the weights (of 13.5 GB), of 32 layers' graphs and of every block on each GPU; each batch has half of the
+    # blocks.
     assert two.scenario.block_bytes == one.scenario.block_bytes / 2
     more = 2 * two.scenario.num_gpu_blocks * two.scenario.block_bytes
     more -= one.scenario.num_gpu_blocks * one.scenario.block_bytes
-    assert more == pytest.approx(13.5e9 / 2, rel=0.01)
+    assert more == pytest.approx((13.5e9 + 32 * 24e6) / 2, rel=0.01)
     assert two.engines[0].lanes.compute.busy_s == pytest.approx(two.engines[1].lanes.compute.busy_s)
 
 

@@ -15,7 +15,7 @@ from small_results import CROWDED, finished
 import kvtwin
 from kvtwin import main
 from kvtwin.testing import limits, linear_machine, requests, simulate
-from sim.cost.engine_profile import OPTIONAL_UNITS, SHIPPED, UNITS, load_engine_profile, shipped_engines
+from sim.cost.engine_profile import MEMORY_UNITS, OPTIONAL_UNITS, SHIPPED, UNITS, load_engine_profile, shipped_engines
 from sim.cost.forms import build_cost
 from sim.cost.host import Host
 from sim.cost.launches import num_launches
@@ -31,6 +31,7 @@ from sim.results.comparison_sentences import all_sentences
 from sim.results.result import assemble
 from sim.run.prepare import prepare
 from sim.specs.hardware import load_hardware
+from sim.specs.memory import OLDER
 from sim.specs.models import load_model
 from sim.study.sweep import engines_of_runs_differ
 from sim.systems.vllm055 import VllmRecompute
@@ -44,7 +45,7 @@ from traces.request import Request
 def test_every_shipped_engine_says_where_each_constant_comes_from(name):
     profile = load_engine_profile(name)
     assert profile.name == name
-    assert profile.constants.keys() - OPTIONAL_UNITS == set(UNITS)
+    assert profile.constants.keys() - OPTIONAL_UNITS - MEMORY_UNITS.keys() == set(UNITS)
     for constant in profile.constants.values():
         assert len(constant.source) > 20
         assert (constant.status == "assumed") == constant.source.startswith("assumed: ")
@@ -96,6 +97,16 @@ def test_the_ends_of_what_is_allowed_are_taken(tmp_path):
     assert [profile.padding()(n) for n in (1, 2, 3, 4, 5, 6)] == [1, 2, 5, 5, 5, 6]
     # Without captured sizes nothing is padded.
     assert [msgspec.structs.replace(profile, graph_batch_sizes=()).padding()(n) for n in (1, 9)] == [1, 9]
+
+
+def test_a_release_takes_the_memory_that_it_took():
+    """vLLM samples without sorting from 0.17 on, and counts graphs from 0.21 on."""
+    older, sorts_not, todays = (
+        load_engine_profile(f"vllm=={release}").memory() for release in ("0.16", "0.17", "0.21")
+    )
+    assert older == load_engine_profile("vllm==0.11").memory() == OLDER
+    assert todays == load_engine_profile("vllm-v1").memory() == load_engine_profile("vllm-v1-async").memory()
+    assert sorts_not == msgspec.structs.replace(todays, graph_bytes_per_layer=0.0) != todays
 
 
 def test_an_unknown_name_is_refused_with_the_known_ones():
