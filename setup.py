@@ -129,6 +129,10 @@ class BuildHot(build_ext):
                 ]
 
         self.compiler.compile = compile_each
+        if self.compiler.compiler_type == "unix":
+            # Calls of one file into another need not go by names that other libraries could replace.
+            for extension in self.extensions:
+                extension.extra_compile_args.append("-fvisibility=hidden")
         super().build_extensions()
 
     def _remove(self) -> None:

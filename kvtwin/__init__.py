@@ -1,5 +1,6 @@
 """`kvtwin`: the command line, and what `kvtwin.api` offers in Python; nothing heavy is imported before it is needed."""
 
+import gc
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -68,6 +69,8 @@ def __dir__() -> list[str]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status: 0, 2 for bad input, 130 or 143 when interrupted."""
+    # A simulation makes many objects and few cycles, and so do imports: looking after every 700 of them is waste.
+    gc.set_threshold(1_000_000, 50, 50)
     try:
         # An interrupt while modules load is answered as one later on.
         from kvtwin.command_line import run_command  # noqa: PLC0415

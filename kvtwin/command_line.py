@@ -18,8 +18,6 @@ from sim.version import VERSION, is_compiled
 from traces.errors import TraceError
 
 BROKEN_PIPE = 141
-GC_THRESHOLDS = (1_000_000, 50, 50)
-"""A simulation makes many objects and few cycles: looking for garbage after every 700 of them is waste."""
 
 
 class _Help(argparse.Action):
@@ -180,7 +178,6 @@ def _fill(parser: Parser, name: str, module: str) -> None:
 
 def run_command(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status. KeyboardInterrupt where it is interrupted before it begins."""
-    gc.set_threshold(*GC_THRESHOLDS)
     # A process that ends gives its memory back at once: cycles need not be looked for.
     atexit.register(gc.freeze)
     # No linear algebra here is worth a thread, and starting them costs every run; numpy asks when it is imported.

@@ -7,21 +7,19 @@ time all the same; what follows of it for people (first tokens, gaps, ends) is k
 from collections import Counter
 from collections.abc import Iterable
 
-from sim.engine.gaps import gap_run
+from sim.engine.itl import GapCollector
 from sim.engine.scheduler import Scheduler
 from sim.engine.sequence import Sequence, Status
-
-
-def _unheard(run: bytes) -> None:
-    """A gap that the scheduler has made of times that are not known yet."""
 
 
 class TokenTimes:
     """Notes gaps between tokens, and their times where they are asked for, in the scheduler's place."""
 
     def __init__(self, scheduler: Scheduler) -> None:
-        gaps, batch = scheduler.gaps, scheduler.batch
-        self._add_gap, gaps.add = gaps.add, _unheard
+        batch = scheduler.batch
+        self._gaps = scheduler.gaps
+        # Nobody reads what the scheduler makes of times that are not known yet.
+        scheduler.gaps = batch.gaps = GapCollector()
         self._log, batch.token_log = batch.token_log, None
         self._last_s: dict[Sequence, float] = {}
 
@@ -41,7 +39,7 @@ class TokenTimes:
             if self._log is not None:
                 self._log.setdefault(seq.request.request_id, []).append(end_s)
         for last_s, count in before.items():
-            self._add_gap(gap_run(end_s - last_s, 0.0, 1, count))
+            self._gaps.add(end_s - last_s, 0.0, 1, count)
         for seq in last:
             seq.last_token_s = end_s
 

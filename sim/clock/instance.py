@@ -110,7 +110,8 @@ class Instance:
         """
         env, engine, arrivals, transfers = self.env, self.engine, self.arrivals, self._transfers
         observer, peek, host, pricer = self.observer, env.peek, self.lanes.host, self.pricer
-        flying: list[tuple[StepTimes, list[Sequence]]] = []
+        older: StepTimes | None = None
+        older_ended: list[Sequence] = []
         now_s: float = env.now
         free_s = now_s
         reports_copies = engine.scheduler.batching.reports_copies
@@ -122,27 +123,28 @@ class Instance:
             if transfers:
                 self._tell_ended(now_s)
             plan = engine.schedule(now_s)
+            newer: StepTimes | None = None
+            newer_ended: list[Sequence] = []
             if plan is not None:
                 start_s = now_s if now_s > free_s else free_s
-                times = self._run_ahead(plan, start_s) if plan.max_steps > 1 else pricer.step(plan, start_s)
-                free_s = times.end_s
+                newer = self._run_ahead(plan, start_s) if plan.max_steps > 1 else pricer.step(plan, start_s)
+                free_s = newer.end_s
                 if reports_copies:
                     now_s = self._launched_s(plan, now_s)
-                self.iterations += times.iterations
+                self.iterations += newer.iterations
                 if observer is not None:
-                    observer(plan, start_s, times)
-                flying.append((times, engine.commit_ahead(plan, times)))
-            if plan is None or len(flying) == 2:
-                if flying:
-                    done, ended = flying.pop(0)
-                    now_s = max(now_s, done.end_s)
-                    engine.deliver(ended)
-                else:
-                    wakes_s = self._wakes_s
-                    if wakes_s == inf:
-                        break
-                    now_s = wakes_s
-            if flying and (last_s := flying[-1][0].last_s) is not None:
+                    observer(plan, start_s, newer)
+                newer_ended = engine.commit_ahead(plan, newer)
+            if older is not None:
+                now_s = max(now_s, older.end_s)
+                engine.deliver(older_ended)
+            elif newer is None:
+                wakes_s = self._wakes_s
+                if wakes_s == inf:
+                    break
+                now_s = wakes_s
+            older, older_ended = newer, newer_ended
+            if older is not None and (last_s := older.last_s) is not None:
                 # All iterations of a jump but the last have been scheduled with it.
                 now_s = max(now_s, free_s - last_s)
             # Host time: the next is scheduled once this one's is over.

@@ -14,7 +14,6 @@ from collections.abc import Collection
 from heapq import heappop, heappush
 from typing import TYPE_CHECKING
 
-from sim.engine.gaps import gap_run
 from sim.engine.plan import StepTimes, WindowTokens
 from sim.engine.sequence import Sequence
 from sim.errors import InvariantError
@@ -71,13 +70,13 @@ class DecodeBatch:
     __slots__ = (
         "_finish_heap",
         "_finishing",
-        "_gaps",
         "_growth",
         "_late",
         "block_size",
         "cohort_of",
         "cohorts",
         "context_tokens",
+        "gaps",
         "last_token_s",
         "members",
         "step",
@@ -97,7 +96,7 @@ class DecodeBatch:
         self._finishing: dict[int, list[Sequence]] = {}
         self._finish_heap: list[int] = []
         self._late: dict[Sequence, float] = {}
-        self._gaps = gaps
+        self.gaps = gaps
         # Times of every token by request, kept only where asked for (`record_tokens`).
         self.token_log: dict[int, list[float]] | None = None
 
@@ -238,23 +237,23 @@ class DecodeBatch:
     def advance(self, times: StepTimes) -> list[Sequence]:
         """Give every member `times.tokens` tokens; take out and return those that are complete."""
         iterations, first_end_s, steps = times.iterations, times.first_end_s, times.tokens
-        add_gap = self._gaps.add
+        gaps = self.gaps
         size = len(self.members)
         late = self._late
         if late:
             for last_s in late.values():
-                add_gap(gap_run(first_end_s - last_s, 0.0, 1, 1))
+                gaps.add(first_end_s - last_s, 0.0, 1, 1)
             in_step = size - len(late)
             late.clear()
         else:
             in_step = size
         if in_step:
-            add_gap(gap_run(first_end_s - self.last_token_s, 0.0, 1, in_step))
+            gaps.add(first_end_s - self.last_token_s, 0.0, 1, in_step)
         if iterations > 1:
-            add_gap(gap_run(times.second_s, times.slope_s, iterations - 1, size))
+            gaps.add(times.second_s, times.slope_s, iterations - 1, size)
         if steps > iterations:
             # Tokens of one iteration come together.
-            add_gap(gap_run(0.0, 0.0, 1, (steps - iterations) * size))
+            gaps.add(0.0, 0.0, 1, (steps - iterations) * size)
         if self.token_log is not None:
             self._log_tokens(times)
         self.step = step = self.step + steps
@@ -270,7 +269,7 @@ class DecodeBatch:
                 elif step > seq.finish_step > step - steps and seq in self.members:
                     raise InvariantError(f"{seq}: the plan went past its last token")
         if finished:
-            self._gaps.bound_memory()
+            gaps.bound_memory()
         return finished
 
     def _log_tokens(self, times: StepTimes) -> None:
@@ -290,7 +289,7 @@ class DecodeBatch:
         finished = []
         late = self._late
         for seq in chosen:
-            self._gaps.add(gap_run(end_s - late.get(seq, self.last_token_s), 0.0, 1, 1))
+            self.gaps.add(end_s - late.get(seq, self.last_token_s), 0.0, 1, 1)
             late[seq] = end_s
             if self.token_log is not None:
                 self.token_log[seq.request.request_id].append(end_s)

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from sim.engine.batch import DecodeBatch
-from sim.engine.gaps import gap_run
 from sim.engine.sequence import Sequence
 from sim.errors import InvariantError
 
@@ -47,14 +46,14 @@ class DraftingBatch(DecodeBatch):
     def advance_unevenly(self, tokens: Mapping[Sequence, int], end_s: float) -> list[Sequence]:
         """Give members so many tokens each, which come together; take out and return those that are complete."""
         finished = []
-        late, log, add_gap = self._late, self.token_log, self._gaps.add
+        late, log, gaps = self._late, self.token_log, self.gaps
         for seq, count in tokens.items():
             left = seq.finish_step - self.step
             if not 0 < count <= left:
                 raise InvariantError(f"{seq}: cannot take {count} tokens, {left} are left")
-            add_gap(gap_run(end_s - late.get(seq, self.last_token_s), 0.0, 1, 1))
+            gaps.add(end_s - late.get(seq, self.last_token_s), 0.0, 1, 1)
             if count > 1:
-                add_gap(gap_run(0.0, 0.0, 1, count - 1))
+                gaps.add(0.0, 0.0, 1, count - 1)
             late[seq] = end_s
             if log is not None:
                 log[seq.request.request_id].extend([end_s] * count)
@@ -62,7 +61,7 @@ class DraftingBatch(DecodeBatch):
             if count == left:
                 self.remove(seq)
                 finished.append(seq)
-        self._gaps.bound_memory()
+        gaps.bound_memory()
         return finished
 
     def _advance_one(self, seq: Sequence, count: int) -> None:

@@ -5,15 +5,17 @@ Up to `EXACT_RUNS` recorded runs of `EXACT_GAPS` iterations in all the statistic
 folded, some at a time, into a histogram of logarithmic bins, so that memory stays bounded however long the trace is.
 """
 
-from collections.abc import Callable, Iterator
+from array import array
+from collections.abc import Iterator
 from math import sqrt
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from sim.engine.gaps import FLOATS_PER_RUN, RUN
-
+FLOATS_PER_RUN = 4
+RECENT_FLOATS = 1 << 14
+"""What is recorded is packed when it is so much, to take a quarter of the room."""
 EXACT_RUNS = 1 << 20
 """Runs of iterations kept exactly (32 MiB)."""
 EXACT_GAPS = 1 << 22
@@ -37,28 +39,38 @@ class GapStatistics(msgspec.Struct, frozen=True):
 class GapCollector:
     """Collects runs of gaps: `count` gaps from `gap_s` on, each longer by `slope_s`, each for `weight` sequences."""
 
-    __slots__ = ("_bins", "_count", "_max_bytes", "_max_gaps", "_runs", "_sum", "_sum_squares", "add")
+    __slots__ = ("_bins", "_count", "_max_floats", "_max_gaps", "_recent", "_runs", "_sum", "_sum_squares")
 
     def __init__(self, max_runs: int = EXACT_RUNS, max_gaps: int = EXACT_GAPS) -> None:
-        self._runs = bytearray()
-        self.add: Callable[[bytes], None] = self._runs.extend
-        """Record one run, a `gap_run`. In the hot path, so nothing but the bytes' own method."""
-        self._max_bytes = RUN.size * max_runs
+        self._runs = array("d")
+        self._recent: list[float] = []
+        self._max_floats = FLOATS_PER_RUN * max_runs
         self._max_gaps = max_gaps
         self._bins: dict[int, int] = {}
         self._count = 0
         self._sum = 0.0
         self._sum_squares = 0.0
 
+    def add(self, gap_s: float, slope_s: float, count: int, weight: int) -> None:
+        """Record one run."""
+        self._recent += (gap_s, slope_s, count, weight)
+
     def bound_memory(self) -> None:
         """Fold what is recorded into bins if it is too much; call now and then."""
-        if len(self._runs) >= self._max_bytes:
-            self._fold()
+        if len(self._recent) >= min(RECENT_FLOATS, self._max_floats):
+            self._pack()
+            if len(self._runs) >= self._max_floats:
+                self._fold()
+
+    def _pack(self) -> None:
+        self._runs.extend(self._recent)
+        self._recent.clear()
 
     def _table(self) -> NDArray[np.float64]:
         """What is recorded, a row a run."""
-        # A copy: the bytes could not grow while a view of them lives.
-        return np.frombuffer(self._runs).reshape(-1, FLOATS_PER_RUN).copy()
+        self._pack()
+        # A copy: the array could not grow while a view of it lives.
+        return np.array(self._runs).reshape(-1, FLOATS_PER_RUN)
 
     def _fold(self) -> None:
         for runs in _pieces(self._table()):

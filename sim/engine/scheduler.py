@@ -13,7 +13,6 @@ from sim.engine.batch import DecodeBatch
 from sim.engine.changes import PEER, Append, Change, Move, Tier
 from sim.engine.decisions import DecisionLog
 from sim.engine.drafting_batch import DraftingBatch
-from sim.engine.gaps import gap_run
 from sim.engine.limits import Counters, Deployment, Limits
 from sim.engine.plan import IterationPlan, PrefillChunk, StepTimes
 from sim.engine.ranked_batch import RankedBatch
@@ -261,7 +260,7 @@ class Scheduler:
         seq.num_generated -= 1
         seq.num_tokens -= 1
         if seq.num_generated:
-            self.gaps.add(gap_run(seq.last_token_s - last_token_s, 0.0, 1, -1))
+            self.gaps.add(seq.last_token_s - last_token_s, 0.0, 1, -1)
         else:
             seq.first_token_s = -1.0
         seq.last_token_s = last_token_s
@@ -470,7 +469,7 @@ class Scheduler:
         if seq.first_token_s < 0.0:
             seq.first_token_s = end_s
         else:
-            self.gaps.add(gap_run(end_s - seq.last_token_s, 0.0, 1, 1))
+            self.gaps.add(end_s - seq.last_token_s, 0.0, 1, 1)
         if self.batch.token_log is not None:
             self.batch.token_log.setdefault(seq.request.request_id, []).append(end_s)
         seq.last_token_s = end_s

@@ -203,8 +203,9 @@ class RequestLog:
             self._count_own(own, good=good)
         if prompt_tokens + num_output > self.longest_tokens:
             self.longest_tokens = prompt_tokens + num_output
-        times = (queue_s, ttft_s, tpot_s, e2el_s)
-        self._keep((request_id, arrival_s, prompt_tokens, num_output, *times, seq.num_preemptions, "completed", *where))
+        num = seq.num_preemptions
+        row = request_id, arrival_s, prompt_tokens, num_output, queue_s, ttft_s, tpot_s, e2el_s, num, "completed"
+        self._keep(row + where if where else row)
 
     def _ignore(self, seq: Sequence, arrival_s: float, where: tuple[int, ...]) -> None:
         request = seq.request

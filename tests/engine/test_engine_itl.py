@@ -5,7 +5,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sim.engine.gaps import gap_run
 from sim.engine.itl import GapCollector
 
 runs = st.lists(
@@ -21,7 +20,7 @@ def repeated(found: list[tuple[float, float, int, int]]) -> list[float]:
 def test_statistics_are_those_of_the_repeated_values(found: list[tuple[float, float, int, int]]) -> None:
     collector = GapCollector()
     for run in found:
-        collector.add(gap_run(*run))
+        collector.add(*run)
     values = repeated(found)
     statistics = collector.statistics((0.0, 50.0, 90.0, 99.0, 100.0))
     assert statistics is not None and statistics.exact
@@ -36,7 +35,7 @@ def test_statistics_are_those_of_the_repeated_values(found: list[tuple[float, fl
 def test_binned_percentiles_stay_within_their_bound(found: list[tuple[float, float, int, int]]) -> None:
     collector = GapCollector(max_runs=4)
     for run in found:
-        collector.add(gap_run(*run))
+        collector.add(*run)
         collector.bound_memory()
     values = np.sort(repeated(found))
     statistics = collector.statistics((50.0, 99.0))
@@ -57,7 +56,7 @@ def test_long_jumps_are_folded_and_no_gap_is_lost() -> None:
     exact, folded = GapCollector(), GapCollector(max_gaps=1000)
     for i in range(40):
         for collector in (exact, folded):
-            collector.add(gap_run(0.01 * (1 + i % 7), 1e-4, 1 + 5 * i, 1 + i % 3))
+            collector.add(0.01 * (1 + i % 7), 1e-4, 1 + 5 * i, 1 + i % 3)
     expected, statistics = exact.statistics((50.0, 99.0)), folded.statistics((50.0, 99.0))
     assert statistics is not None and expected is not None and expected.exact and not statistics.exact
     assert statistics.count == expected.count

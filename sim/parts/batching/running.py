@@ -158,7 +158,7 @@ class Running(Batching):
         for seq in list(running):
             if budget <= 0:
                 break
-            if seq not in running or seq in in_flight:
+            if (preempted and seq not in running) or (in_flight and seq in in_flight):
                 continue
             chunk = 1
             if seq in partials:

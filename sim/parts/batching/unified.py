@@ -143,7 +143,8 @@ class Unified(Running):
         self.running.pop(seq, None)
 
     def left(self, seq: Sequence) -> None:
-        self.running.pop(seq, None)
+        if seq in self.running:
+            del self.running[seq]
 
     def in_order(self, seqs: list[Sequence]) -> list[Sequence]:
         return sorted(seqs, key=self.running.__getitem__)
