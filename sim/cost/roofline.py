@@ -223,6 +223,7 @@ class RooflineCost(CostModel):
             # Whatever the context is, FlashMLA's kernel for quantised latents takes as many tokens.
             self.kv_padding_s += model.indexer.top_k * self.window_s_per_token
             self.window_s_per_token = 0.0
+        self.kv_padding_s += kv.residual_bytes / bandwidth
         # Where nothing says what is in the windows, as if they held everything.
         self.decode_s_per_context_token = self.full_s_per_token + self.window_s_per_token
         self.is_uniform = kv.is_dense and not self.last_token_share
@@ -238,6 +239,9 @@ class RooflineCost(CostModel):
         self.walk_pairs_per_token = self.tile_tokens * self.slots / heads
         self.heads_per_kv = heads / kv_heads
         self.most_padded = profile.value("kv_padding_waves") * self.slots / kv_heads if self.slots else inf
+        if self.kv.residual_bytes:
+            # Each decode reads its own, however many there are.
+            self.most_padded = inf
         head_bytes = self.kv.token_layer_bytes / kv_heads
         # Tokens of which L2 holds one KV head's keys and values of a layer.
         self.cached_tokens = (hardware.l2_bytes or 0.0) / head_bytes

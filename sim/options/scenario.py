@@ -136,8 +136,10 @@ class Scenario:
         "(default: as the model's config.json says; awq, gptq, compressed-tensors and others are read from there)",
         sparse=True,
     )
-    kv_cache_dtype: Literal["auto", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2", "int8", "int4"] = _flag(
-        "auto", "of the KV cache (auto: the model's); int8 and int4 have a scale and a zero point per 64 elements"
+    kv_cache_dtype: Literal["auto", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2", "int8", "int4", "kivi2"] = _flag(
+        "auto",
+        "of the KV cache (auto: the model's); int8 and int4 have a scale and a zero point per 64 elements, "
+        "kivi2 (2 bits) per 32, and the last 128 tokens as they were computed",
     )
     sparse_attention: str | None = _flag(
         None, "attend to a part of the context, or keep one: quest:budget=N, snapkv:budget=N and others of "

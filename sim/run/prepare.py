@@ -11,6 +11,7 @@ from sim.cost.model import CostModel
 from sim.cost.profile import Profile, product_name
 from sim.engine.limits import Limits, Role, StateLimits, WindowLimits
 from sim.errors import UserError
+from sim.kv.offload_options import OffloadOptions
 from sim.options.scenario import Scenario
 from sim.options.values import flag
 from sim.parts.catalogue import MEMORIES, STAGES
@@ -125,6 +126,8 @@ def _prepare(asked_for: Scenario, scenario: Scenario, label: str, policy: Policy
     hardware = load_hardware(scenario.gpu)
     profile = profile_named(scenario.profile, hardware)
     model, sparse = _model(scenario, hardware, profile, warnings), None
+    if model.kv_residual_tokens:
+        _check_residual(scenario, profile, policy)
     if scenario.sparse_attention is not None:
         from sim.specs.sparse_attention import (  # noqa: PLC0415 - few runs have any
             parse_sparse_attention,
@@ -190,6 +193,22 @@ def _check_sparse(sparse: "SparseAttention", scenario: Scenario, profile: Profil
         raise UserError(
             f"--sparse-attention {sparse.name}: memory={names['memory']} with eviction={names['eviction']} keeps the "
             "whole context; take vllm-recompute, vllm-swap, sarathi, fastgen or vllm-v1"
+        )
+
+
+def _check_residual(scenario: Scenario, profile: Profile, policy: Policy) -> None:
+    """UserError where prices or copies of blocks leave out the last tokens, which no block holds as they are."""
+    asked = f"--kv-cache-dtype {scenario.kv_cache_dtype}"
+    _check_form(asked, scenario, profile)
+    names = policy.names
+    moved = {"memory": "paged", "eviction": "recompute", "stage": "direct"}
+    others = [f"{kind}={names[kind]}" for kind, plain in moved.items() if names[kind] != plain]
+    if options_among((policy, *policy.mixed_options), OffloadOptions).offloads:
+        others.append("--kv-offloading-size")
+    if others:
+        raise UserError(
+            f"{asked}: {', '.join(others)} may move or share KV, and last tokens that are not "
+            "quantised are in no block; take vllm-recompute, sarathi, fastgen or vllm-v1, or int4"
         )
 
 

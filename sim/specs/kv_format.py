@@ -8,6 +8,8 @@ store none; sparse attention (`sim.specs.sparse_attention`) reads less than is s
 - CLA, layers in a row share KV: Brandon et al. 2024; MLKV, KV heads shared across layers: Zuhri et al. 2024;
 - YOCO, half the layers read one global cache: Sun et al. 2024;
 - group-wise int4 and int8: FlexGen (Sheng et al. 2023, section 4.1): groups of 64 with a minimum and a scale in fp16;
+- 2 bits: KIVI (Liu et al., ICML 2024; arXiv 2402.02750): keys in groups of 32 tokens of a channel, values in groups of
+  32 channels of a token, and the last 128 tokens as they were computed;
 - fp8: vLLM's `--kv-cache-dtype`, one scale per tensor.
 """
 
@@ -16,8 +18,6 @@ import msgspec
 from sim.errors import UserError
 from sim.specs.hardware import HardwareSpec
 
-GROUP_ELEMENTS = 64
-"""Elements of a head that share a scale in the integer formats."""
 GROUP_BYTES = 4
 """Bytes of a group's scale and zero point, fp16 each."""
 
@@ -27,21 +27,23 @@ class KVDtype(msgspec.Struct, frozen=True):
 
     Attributes:
         bits: of an element, scales left out.
-        grouped: a scale and a zero point per `GROUP_ELEMENTS` elements of a head; else per tensor, which is negligible.
+        group: elements that share a scale and a zero point; 0: all of a tensor do, which is negligible.
         dequantize_ops: vector operations that make a half-precision element of a stored one: conversion and product
             with the scale; where grouped also the zero point, and unpacking where two share a byte.
         least_capability: CUDA compute capability that the kernels need.
+        residual_tokens: last tokens of a sequence that stay as they were computed.
     """
 
     name: str
     bits: int
-    grouped: bool = False
+    group: int = 0
     dequantize_ops: int = 0
     least_capability: float = 0.0
+    residual_tokens: int = 0
 
     def bytes_per_element(self, head_dim: int) -> float:
         """Bytes of an element, its share of the scales of a head of `head_dim` elements included."""
-        scales = -(-head_dim // GROUP_ELEMENTS) * GROUP_BYTES if self.grouped else 0
+        scales = -(-head_dim // self.group) * GROUP_BYTES if self.group else 0
         return self.bits / 8 + scales / head_dim
 
 
@@ -52,10 +54,11 @@ KV_DTYPES: dict[str, KVDtype] = {
     "fp8": _E4M3,
     "fp8_e4m3": _E4M3,
     "fp8_e5m2": KVDtype("fp8_e5m2", 8, dequantize_ops=2),
-    "int8": KVDtype("int8", 8, grouped=True, dequantize_ops=3),
-    "int4": KVDtype("int4", 4, grouped=True, dequantize_ops=4),
+    "int8": KVDtype("int8", 8, group=64, dequantize_ops=3),
+    "int4": KVDtype("int4", 4, group=64, dequantize_ops=4),
+    "kivi2": KVDtype("kivi2", 2, group=32, dequantize_ops=4, residual_tokens=128),
 }
-"""What `--kv-cache-dtype` may name beside `auto`. vLLM has all but the integers."""
+"""What `--kv-cache-dtype` may name beside `auto`. vLLM has all but the integers and KIVI's."""
 
 
 def kv_dtype(name: str, hardware: HardwareSpec) -> KVDtype:
@@ -141,12 +144,14 @@ class KVFormat(msgspec.Struct, frozen=True):
         token_layer_bytes: one token's KV in one layer, scales included.
         flops_per_token_read: of a decode per token that a layer reads, where they matter beside the bytes (MLA).
         dequantize_ops_per_token_read: vector operations likewise.
+        residual_bytes: that a decode reads of a sequence whatever its context, in all layers.
     """
 
     layers: tuple[KVLayers, ...]
     token_layer_bytes: float
     flops_per_token_read: float = 0.0
     dequantize_ops_per_token_read: float = 0.0
+    residual_bytes: float = 0.0
 
     @property
     def window(self) -> int | None:

@@ -167,6 +167,8 @@ def kv_cache_blocks(
     whole = model.weight_bytes(tensor_parallel_size, experts.gpus if experts else None)
     weights = whole / pipeline_parallel_size
     peak += weights - whole + draft_weight_bytes
+    # A seat has its sequence's last tokens, whatever its blocks hold.
+    peak += max_num_seqs * model.kv_residual_bytes(tensor_parallel_size) / pipeline_parallel_size
     usable = gpu_memory_utilization * hardware.memory_bytes
     num_gpu_blocks = int((usable - peak) // block_bytes)
     if num_gpu_blocks < 1:

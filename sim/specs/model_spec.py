@@ -98,6 +98,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     quantization: str = ""
     """Format of the weights that are quantised, a key of `sim.specs.quantization.FORMATS`; empty: none, or another."""
     kv_dequantize_ops: float = 0.0
+    kv_residual_tokens: int = 0
     """Vector operations that make a half-precision element of a stored one."""
 
     def with_dtype(self, dtype_bytes: float) -> "ModelSpec":
@@ -124,7 +125,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     def with_kv_dtype(self, dtype: KVDtype) -> "ModelSpec":
         """The same model with another type of KV. UserError where no engine stores its KV so."""
-        if self.mla and dtype.grouped:
+        if self.mla and dtype.group:
             raise UserError(
                 f"--kv-cache-dtype {dtype.name}: {self.name} keeps latents, which no engine stores in groups: "
                 "use auto or an fp8 type"
@@ -134,7 +135,12 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
             # With scales, and the rotary key in 16 bits.
             latent_bytes = scaled_bytes(self.mla.kv_lora_rank) + self.mla.qk_rope_head_dim * HIDDEN_STATE_BYTES
             element_bytes, dequantize_ops = (n / self.mla.latent_dim for n in (latent_bytes, DEQUANTIZE_OPS))
-        return msgspec.structs.replace(self, kv_dtype_bytes=element_bytes, kv_dequantize_ops=dequantize_ops)
+        return msgspec.structs.replace(
+            self,
+            kv_dtype_bytes=element_bytes,
+            kv_dequantize_ops=dequantize_ops,
+            kv_residual_tokens=dtype.residual_tokens,
+        )
 
     # -- layers that differ in their KV -------------------------------------------------------------------------------
 
@@ -185,6 +191,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
             self.kv_bytes_per_token_layer(tp),
             self._absorbed_flops_per_token_read / tp,
             self.kv_dequantize_ops * self.kv_elements_per_token_layer(tp),
+            # Keys are quantised when there are so many: on average half of them have been.
+            0.75 * self.kv_residual_bytes(tp),
         )
 
     @property
@@ -431,6 +439,11 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         """Bytes per GPU of one token's KV in all layers that keep it (kappa), and of what is beside it."""
         layers = sum(layers.num_stored * (layers.kept_share + layers.index_share) for layers in self.kv_classes)
         return layers * self.kv_bytes_per_token_layer(tp)
+
+    def kv_residual_bytes(self, tp: int = 1) -> float:
+        """Bytes per GPU that a sequence's last tokens take beyond the others, in all layers: they are not quantised."""
+        elements = self.kv_residual_tokens * self.num_stored_layers * self.kv_elements_per_token_layer(tp)
+        return elements * (self.dtype_bytes - self.kv_dtype_bytes)
 
     def weight_bytes(self, tp: int = 1, expert_gpus: int | None = None) -> float:
         """Bytes of weights per GPU: projections, experts and embeddings split, the rest replicated.

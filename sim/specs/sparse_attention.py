@@ -14,6 +14,7 @@ Sparsity) gains bandwidth alone, and has an index beside the KV. A prompt that i
 - PyramidInfer: Yang et al., "PyramidInfer: Pyramid KV Cache Compression ...", Findings of ACL 2024 (2405.12532);
 - InfiniGen: Lee et al., "InfiniGen: Efficient Generative Inference of Large Language Models with Dynamic KV Cache
   Management", OSDI 2024 (2406.19707);
+- MiniCache: Liu et al., "MiniCache: KV Cache Compression in Depth Dimension ...", NeurIPS 2024 (2405.14366);
 - KVPress: NVIDIA's library of methods that drop a share of a prompt's KV (github.com/NVIDIA/kvpress).
 
 Not simulated: what it does to answers. Not priced: choosing the tokens (top-k, H2O's sums of scores), and reading them
@@ -149,6 +150,27 @@ class PyramidInfer(SparseAttention):
         return _like(model.num_layers, share=self.share, kept_share=self.share, prompts_see_all=True)
 
 
+@dataclass(frozen=True, kw_only=True)
+class MiniCache(SparseAttention):
+    """Deeper layers merge their KV by twos: everything is read, and of a pair one direction a token is kept.
+
+    Beside it each layer has the length of its keys and of its values, 16 bits a token, and both keep the tokens that do
+    not merge. Not priced: merging, and restoring a layer's KV. Prompts merge as they are computed.
+    """
+
+    name: ClassVar[str] = "minicache"
+    forgets: ClassVar[bool] = True
+    retained: float = number(1, 0.05, "of the tokens, those that do not merge")
+    start: float = number(1, 0.5, "of the layers, the first that do not merge")
+
+    def layers(self, model: ModelSpec) -> tuple[KVLayers, ...]:
+        whole = round(self.start * model.num_layers)
+        merged = (model.num_layers - whole) // 2 * 2
+        lengths = 4 / model.kv_bytes_per_token_layer()
+        plain = _like(model.num_layers - merged) if merged < model.num_layers else ()
+        return (*plain, *(_like(merged, kept_share=0.5 + self.retained + lengths) if merged else ()))
+
+
 def _selected(model: ModelSpec, dense_layers: int, **terms: float) -> tuple[KVLayers, ...]:
     """`dense_layers` layers that read all, and the others by `terms`."""
     if dense_layers >= model.num_layers:
@@ -225,7 +247,18 @@ class InfiniGen(DoubleSparsity):
 
 METHODS: dict[str, type[SparseAttention]] = {
     method.name: method
-    for method in (StreamingLLM, H2O, SnapKV, KVPress, PyramidInfer, Quest, ClusterKV, DoubleSparsity, InfiniGen)
+    for method in (
+        StreamingLLM,
+        H2O,
+        SnapKV,
+        KVPress,
+        PyramidInfer,
+        MiniCache,
+        Quest,
+        ClusterKV,
+        DoubleSparsity,
+        InfiniGen,
+    )
 }
 
 

@@ -8,6 +8,9 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from sim.errors import UserError
+from sim.options.policies import parse_policy
+from sim.options.scenario import build_scenario
+from sim.run.prepare import prepare
 from sim.specs.hardware import load_hardware
 from sim.specs.kv_format import KV_DTYPES, KVFormat, KVGroups, KVLayers, hybrid_groups, kv_dtype, window_pairs
 from sim.specs.models import built_in_models, load_model, read_hf_config
@@ -122,6 +125,7 @@ def test_bytes_of_types_by_hand():
         "fp8_e5m2": 1.0,
         "int8": 1.0625,
         "int4": 0.5625,
+        "kivi2": 0.375,
     }
     assert KV_DTYPES["int4"].bytes_per_element(80) == 0.5 + 8 / 80
     model = load_model("llama-2-7b").with_kv_dtype(KV_DTYPES["int4"])
@@ -148,6 +152,58 @@ def test_latents_are_stored_once_and_read_with_the_projections_absorbed():
     assert model.with_kv_dtype(KV_DTYPES["fp8"]).kv_format().token_layer_bytes == 576
     with pytest.raises(UserError, match=r"--kv-cache-dtype int4: deepseek-v2-lite keeps latents.*use auto or an fp8"):
         model.with_kv_dtype(KV_DTYPES["int4"])
+
+
+def test_kivi_keeps_two_bits_and_a_scale_and_its_last_tokens_whole():
+    """Llama-2-7B, 262,144 elements a token: 2 bits, and 32 of scale and zero point for 32 elements, 96 KiB of 512. 128
+    tokens of a sequence have all 512; a decode finds half of their keys quantised, on average."""
+    model = load_model("llama-2-7b").with_kv_dtype(KV_DTYPES["kivi2"])
+    assert model.kv_bytes_per_token() == 96 * 1024
+    assert model.kv_residual_bytes() == 128 * (512 - 96) * 1024
+    assert model.kv_residual_bytes(2) == 64 * (512 - 96) * 1024
+    assert model.kv_format().residual_bytes == 96 * (512 - 96) * 1024
+
+
+def kivi(gpu="a100-80g", **others):
+    values = {"workload": "sharegpt", "model": "llama-3.1-8b", "gpu": gpu, "kv_cache_dtype": "kivi2", **others}
+    policy = others.pop("policy", "vllm-recompute")
+    return prepare(build_scenario({k: v for k, v in values.items() if k != "policy"}), "", parse_policy(policy, {})[1])
+
+
+def test_last_tokens_take_memory_of_each_seat():
+    """32 more seats of 128 tokens, 13 of 16 bits of each, beside what 32 more rows of logits take in 16 bits, too."""
+
+    def given_up(kind):
+        few, many = (kivi(max_num_seqs=n, kv_cache_dtype=kind).limits for n in (4, 36))
+        return (few.num_gpu_blocks - many.num_gpu_blocks) * few.block_bytes
+
+    block_bytes = kivi().limits.block_bytes
+    assert block_bytes == 16 * 128 * 1024 * 3 / 16
+    seats = 32 * 128 * 128 * 1024 * 13 / 16
+    assert given_up("kivi2") - given_up("auto") == pytest.approx(seats, abs=16 * 128 * 1024)
+
+
+@pytest.mark.parametrize("gpu", ["a100-80g", "rtx-4090"])
+def test_each_decode_reads_its_last_tokens_whatever_the_context(gpu):
+    """96 tokens' worth, 13 of 16 bits: as many seconds a decode, though kernels pad so many and no more (RTX 4090)."""
+    setup = kivi(gpu)
+    cost, rate = setup.cost, setup.profile.value("kv_bytes_per_s")
+    padded_s = setup.profile.value("kv_padding_tokens") * cost.full_s_per_token
+    for decodes in (1, 200):
+        assert cost.padding_s(decodes) == pytest.approx(decodes * (padded_s + 96 * 128 * 1024 * 13 / 16 / rate))
+
+
+@pytest.mark.parametrize(
+    ("policy", "what"),
+    [
+        ("layerkv", "memory=layers"),
+        ("vllm-swap", "eviction=swap"),
+        ("vllm-v1:cpu-chunks=10", "--kv-offloading-size"),
+    ],
+)
+def test_what_moves_kv_refuses_last_tokens_that_no_block_holds(policy, what):
+    with pytest.raises(UserError, match=f"--kv-cache-dtype kivi2: .*{what}.* may move or share KV"):
+        kivi(policy=policy)
 
 
 def test_types_that_a_gpu_cannot_hold_are_refused():

@@ -6,6 +6,7 @@ from math import ceil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
 from kvtwin.testing.conformance import Workload, check, limits_of, rows
 from kvtwin.testing.engines import Machine, linear_machine, requests, simulate, tiny_model
@@ -27,7 +28,7 @@ LLAMA = load_model("llama-2-7b")
 LAYER_BYTES = 16_384
 """Of Llama-2-7B, a token and layer: 2 x 32 heads x 128 elements x 2 bytes."""
 KEPT = ("quest:budget=40", "quest:budget=7,page=4,dense-layers=0", "clusterkv:budget=30", "double-sparsity")
-FORGOTTEN = ("streaming-llm:window=40,sinks=1", "h2o:budget=24", "pyramidinfer:share=0.4")
+FORGOTTEN = ("streaming-llm:window=40,sinks=1", "h2o:budget=24", "pyramidinfer:share=0.4", "minicache")
 HOSTED = ("infinigen", "double-sparsity:dense-layers=2")
 COMPRESSED = ("snapkv:budget=20", "kvpress:compression-ratio=0.7")
 """Prompts, when they have been computed."""
@@ -89,6 +90,21 @@ def test_a_block_is_smaller_where_each_token_is_kept_by_some_layers():
     kept = setup("pyramidinfer:share=0.46").limits
     assert kept.block_bytes == pytest.approx(0.46 * 16 * LAYER_BYTES * 32)
     assert kept.window is None
+
+
+def test_merged_layers_keep_one_direction_of_two():
+    """MiniCache's appendix: b r (s + n) (3.1 h + 2) bytes where 4 b r h (s + n) were, all of which is read.
+
+    Of 13 layers from the 7th on six merge, and the last one stays.
+    """
+    limits = setup("minicache").limits
+    assert limits.block_bytes == pytest.approx(16 * 32 * (3.1 * 4096 + 2))
+    assert not limits.enable_prefix_caching
+    assert tokens_read("minicache", 1000) == 1000
+    small = with_sparse_attention(structs.replace(LLAMA, num_layers=13), parse_sparse_attention("minicache:retained=0"))
+    assert [(kind.num_layers, kind.kept_share) for kind in small.kv_classes] == [(7, 1.0), (6, 0.5 + 4 / LAYER_BYTES)]
+    with pytest.raises(UserError, match="memory=layers"):
+        setup("minicache", "layerkv")
 
 
 @pytest.mark.parametrize(
