@@ -1,6 +1,7 @@
 """Studies in Python: sweeps, searches and maps, as the command line has them."""
 
-from collections.abc import Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
@@ -94,8 +95,27 @@ def sweep(
     return SweepResult(tidy(found, places), found)
 
 
+class _Answer(ABC):
+    """What a search or a map found, in sentences."""
+
+    @abstractmethod
+    def _lines(self) -> Iterable[str]: ...
+
+    @property
+    def text(self) -> str:
+        """The answer in sentences, as the command prints it."""
+        return "\n".join(self._lines())
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}: {self.text.splitlines()[0]}>"
+
+    def _repr_html_(self) -> str:
+        """A notebook shows the sentences."""
+        return f"<pre>{escape(self.text)}</pre>"
+
+
 @dataclass(frozen=True, repr=False)
-class TuneResult:
+class TuneResult(_Answer):
     """The answer of a search.
 
     Attributes:
@@ -104,12 +124,10 @@ class TuneResult:
 
     tuned: Tuned
 
-    def __repr__(self) -> str:
-        return f"<TuneResult: {self.text.splitlines()[0]}>"
+    def _lines(self) -> Iterable[str]:
+        from sim.study.tune_report import lines  # noqa: PLC0415
 
-    def _repr_html_(self) -> str:
-        """A notebook shows the answer in sentences."""
-        return f"<pre>{escape(self.text)}</pre>"
+        return lines(self.tuned)
 
     @property
     def table(self) -> pd.DataFrame:
@@ -117,13 +135,6 @@ class TuneResult:
         from sim.study.tune_report import candidates_table  # noqa: PLC0415
 
         return candidates_table(self.tuned)
-
-    @property
-    def text(self) -> str:
-        """The answer in sentences, as `kvtwin tune` prints it."""
-        from sim.study.tune_report import lines  # noqa: PLC0415
-
-        return "\n".join(lines(self.tuned))
 
     def figure(self) -> "Figure":
         """Candidates, Pareto front, and what raising each limit brings."""
@@ -153,7 +164,7 @@ def tune(
 
 
 @dataclass(frozen=True, repr=False)
-class PlanResult:
+class PlanResult(_Answer):
     """The answer of a plan.
 
     Attributes:
@@ -169,15 +180,10 @@ class PlanResult:
 
         return pd.DataFrame(front(self.planned))
 
-    @property
-    def text(self) -> str:
-        """The answer in sentences, as `kvtwin plan` prints it."""
+    def _lines(self) -> Iterable[str]:
         from sim.study.plan_report import lines  # noqa: PLC0415
 
-        return "\n".join(lines(self.planned))
-
-    def __repr__(self) -> str:
-        return f"<PlanResult: {self.text.splitlines()[0]}>"
+        return lines(self.planned)
 
 
 def plan(question: Mapping[str, Any], out: str | Path, *, jobs: int | None = None) -> PlanResult:
@@ -201,7 +207,7 @@ def plan(question: Mapping[str, Any], out: str | Path, *, jobs: int | None = Non
 
 
 @dataclass(frozen=True, repr=False)
-class MapResult:
+class MapResult(_Answer):
     """Which policy wins where.
 
     Attributes:
@@ -212,15 +218,10 @@ class MapResult:
     sweep: SweepResult
     regimes: "Regimes"
 
-    def __repr__(self) -> str:
-        return f"<MapResult: {self.text.splitlines()[0]}>"
-
-    @property
-    def text(self) -> str:
-        """How many places each policy wins, and where by most."""
+    def _lines(self) -> Iterable[str]:
         from sim.study.regimes import cells, lines  # noqa: PLC0415
 
-        return "\n".join(lines(self.regimes, cells(self.regimes, self.sweep.means)))
+        return lines(self.regimes, cells(self.regimes, self.sweep.means))
 
     def figure(self) -> "Figure":
         """The map."""

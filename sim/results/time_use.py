@@ -94,7 +94,7 @@ class TimeUse:
             return "seats"
         head, room = scheduler.order.head(), limits.max_num_batched_tokens - plan.prefill_tokens
         if scheduler.batching.splits_prompts:
-            drafted = sum(plan.drafts.values()) if plan.drafts else 0
+            drafted = sum((plan.drafts or {}).values())
             if plan.num_decodes + plan.num_single_chunks + drafted >= room:
                 return "tokens"
         elif plan.chunks and head.num_tokens > room:

@@ -106,7 +106,7 @@ def draw(study: Study, table: Frame, metric: str) -> Figure:
 
 def _roles(study: Study, table: Frame) -> tuple[str | None, str | None, list[str]]:
     """The axis along which is drawn, the one that lines are for, and the others."""
-    counts = {name: table[name].nunique(dropna=False) for name in study.axes}
+    counts = {name: table[name].nunique() for name in study.axes}
     numeric = [name for name in study.axes if _numeric(table[name]) and counts[name] > 1]
     others = [name for name in study.axes if name not in numeric]
     x = max(numeric or others, key=lambda name: counts[name], default=None)

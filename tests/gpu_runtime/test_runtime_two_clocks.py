@@ -102,17 +102,3 @@ def check(policy, arrivals, limit, machine):
     for here, there in zip(ended, simulated.ended, strict=True):
         assert here.first_token_s == pytest.approx(there.first_token_s, abs=1e-7)
         assert here.finish_s == pytest.approx(there.finish_s, abs=1e-7)
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_jumping_on_the_virtual_clock_changes_no_request(variant):
-    rows = [(0.05 * i, 20 + 13 * i % 150, 5 + 7 * i % 50) for i in range(40)]
-    policy = policy_of(variant)
-    limit = limits_of(policy, limits(40, 200, max_model_len=512), 8, None)
-    machine = linear_machine(limit.block_bytes)
-    simulated = simulate(policy, requests(*rows), limit, machine=machine, jump=True)
-    _, ended = live(policy, requests(*rows), limit, machine)
-    assert len(ended) == len(rows)
-    there = simulated.by_id()
-    for seq in ended:
-        assert seq.finish_s == pytest.approx(there[seq.request.request_id].finish_s, abs=1e-6)

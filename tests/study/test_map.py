@@ -79,6 +79,7 @@ def test_a_map_is_that_of_its_sweep(tmp_path, capsys):
     assert len(pd.read_csv(tmp_path / "b" / "map.csv")) == 8
     assert (tmp_path / "b" / "map.png").stat().st_size > 5000
     assert found.text.startswith("Mean TTFT (ms) over 4 places") and found.figure().axes
+    assert repr(found) == "<MapResult: Mean TTFT (ms) over 4 places:>" and found.text in found._repr_html_()
 
 
 @pytest.mark.parametrize(

@@ -123,11 +123,3 @@ def test_list_and_fetch(capsys):
 def test_windows_are_checked(trace, tmp_path, text):
     with pytest.raises(TraceError, match="window"):
         kvtwin("convert", trace, "-o", tmp_path / "o.csv", f"--window={text}")
-
-
-def test_help_names_the_workloads(capsys):
-    for command in ("inspect", "convert", "generate", "list", "fetch"):
-        with pytest.raises(SystemExit) as caught:
-            kvtwin(command, "--help")
-        assert caught.value.code == 0
-    assert "azure-conv-2023" in capsys.readouterr().out

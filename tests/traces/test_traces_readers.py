@@ -285,18 +285,6 @@ def test_sharegpt_lengths_may_be_given(tmp_path):
     assert rows(path) == [(0.0, 50, 60)]
 
 
-@pytest.mark.parametrize(("policy", "expected"), [("drop", [(4.0, 3, 4)]), ("one", [(0.0, 5, 1), (4.0, 3, 4)])])
-def test_zero_tokens_are_refused_unless_told(tmp_path, policy, expected):
-    text = "Timestamp,Request tokens,Response tokens\n5,5,0\n9,3,4\n"
-    path = write(tmp_path, "b.csv", text)
-    with pytest.raises(TraceError, match=r"line 2: Response tokens '0' .*--zero-tokens drop"):
-        list(open_trace(path))
-    trace = open_trace(path, zero_tokens=policy)
-    got = [r[1:4] for r in trace]
-    assert got == ([(0.0, 3, 4)] if policy == "drop" else expected)
-    assert trace.skipped == (policy == "drop")
-
-
 def test_unsorted_times_name_the_line_and_sorting_is_stable(tmp_path):
     text = "arrival_s,prompt_tokens,output_tokens\n2.0,1,1\n1.0,2,1\n2.0,3,1\n"
     path = write(tmp_path, "u.csv", text)

@@ -228,6 +228,19 @@ def test_blocks_on_the_host_outlive_their_sequence_and_come_back():
     assert (facts.gpu.num_free, facts.host.num_free) == (8, 4)
 
 
+def test_each_copy_of_a_sequence_fills_what_it_was_planned_for():
+    """Two are planned before the first begins."""
+    facts = Facts()
+    a, placement = facts.seq("a"), facts.placement
+    facts.replay(Place(a, (0,), 3, 0))
+    placement.prefixes.computed([(a, 0, 12)])
+    facts.replay(Store(a, (0,), (70,)), Store(a, (1,), (71,)))
+    for place, key in ((0, 70), (1, 71)):
+        move = Move(a, (0,), 4 * place, 4 * place + 4, Tier.GPU, Tier.HOST, 1, 3, True)
+        _, copy = placement.begin(move)
+        assert copy.source == (placement.held[a].gpu[0][place],) and copy.target == (placement.hosted._ids[key],)
+
+
 def test_blocks_that_hold_nothing_are_computed_by_what_would_load_them():
     facts = Facts()
     a, b = facts.seq("a"), facts.seq("b")
