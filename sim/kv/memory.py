@@ -41,6 +41,8 @@ class Memory(Part):
     """Whether a device can carry out its plans, which say where prefixes are cached which blocks are shared."""
     unexecutable: ClassVar[str] = ""
     """Why a device cannot carry out its plans, and what to do about it; empty where one can."""
+    in_pages: ClassVar[bool] = False
+    """Whether a block is what pages of the driver hold."""
     caveat: ClassVar[str] = ""
     """What its results leave out, told with each run."""
     takes_chunks: ClassVar[bool] = True

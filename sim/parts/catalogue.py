@@ -61,6 +61,7 @@ PLACES: dict[str, dict[str, str]] = {
         "retained": "sim.kv.retained:RetentionMemory",
         "documents": "sim.kv.documents:DocumentMemory",
         "reserved": "sim.kv.reserved:ReservedMemory",
+        "mapped": "sim.kv.mapped:MappedMemory",
         "mempool": "sim.systems.memserve.mempool:MemPool",
         "stored": "sim.systems.mooncake.stored:StoredMemory",
         "layers": "sim.systems.layerkv.layer_blocks:LayerBlocks",

@@ -359,7 +359,7 @@ def _limits(
     swap_space = scenario.swap_space
     if swap_space is None:
         swap_space = default_swap_space_gib(scenario, policy, hardware)
-    block_size = scenario.block_size or policy.default_block_size
+    block_size = policy.block_size(scenario.block_size, model, scenario.tp)
     groups, window = _window(scenario, model, policy, block_size)
     cached, states = _prefix_caching(scenario, model, policy, window, sparse, warnings), None
     if model.gdn:

@@ -30,6 +30,7 @@ _PLACES = {
     "orca": "sim.systems.orca:Orca",
     "fastertransformer": "sim.systems.fastertransformer:FasterTransformer",
     "sarathi": "sim.systems.sarathi:Sarathi",
+    "vattention": "sim.systems.vattention:VAttention",
     "fastgen": "sim.systems.fastgen:FastGen",
     "fastserve": "sim.systems.fastserve.preset:FastServe",
     "distserve": "sim.systems.distserve:DistServe",

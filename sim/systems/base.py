@@ -21,6 +21,7 @@ from sim.cost.engine_profile import TODAYS, TODAYS_SERIAL
 from sim.engine.limits import Deployment, Limits
 from sim.engine.predictor import LengthPredictor, NoPredictor, PredictsLengths
 from sim.errors import UserError
+from sim.kv.page_options import PageOptions
 from sim.parts.batching.async_scheduling import AsyncScheduling
 from sim.parts.catalogue import BATCHINGS, EVICTIONS, MEMORIES, STAGES
 from sim.systems.builder import Builder, build_parts, options_among
@@ -28,6 +29,7 @@ from sim.systems.builder import Builder, build_parts, options_among
 if TYPE_CHECKING:
     from sim.engine.itl import GapCollector
     from sim.engine.scheduler import Parts, Scheduler
+    from sim.specs.model_spec import ModelSpec
 
 VLLM055 = {
     "order": "fcfs",
@@ -170,6 +172,18 @@ class Policy(ABC):
                 "it takes memory=paged, radix or tiered, and an eviction that moves none whole; leave it out"
             )
         return asked
+
+    def block_size(self, asked: int | None, model: "ModelSpec", tp: int) -> int:
+        """Tokens of a block; UserError where its memory leaves no choice of what was asked for."""
+        if not MEMORIES[self.names["memory"]].in_pages:
+            return asked or self.default_block_size
+        tokens = options_among((self, *self.mixed_options), PageOptions).tokens(model, tp)
+        if asked not in (None, tokens):
+            raise UserError(
+                f"--block-size: {asked} where a page (page-kib) of {self.name} holds {tokens} tokens of {model.name}; "
+                "leave it out"
+            )
+        return tokens
 
     def told(self, block_size: int | None) -> dict[str, int | bool]:
         """Fields of the scenario, by name, that options of the system's own set, in whose blocks (None: left open)."""
