@@ -63,7 +63,8 @@ class GapCollector:
                 self._fold()
 
     def _pack(self) -> None:
-        self._runs.extend(self._recent)
+        # By way of an array: an array takes a list one by one.
+        self._runs += array("d", self._recent)
         self._recent.clear()
 
     def _table(self) -> NDArray[np.float64]:

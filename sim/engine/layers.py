@@ -16,8 +16,14 @@ def retained_layers(num_layers: int, kept: int) -> tuple[int, ...]:
 @lru_cache(maxsize=1024)
 def offloaded_layers(num_layers: int, kept: int) -> tuple[int, ...]:
     """The layers that `retained_layers` leaves out."""
-    retained = set(retained_layers(num_layers, kept))
-    return tuple(layer for layer in range(num_layers) if layer not in retained)
+    return other_layers(num_layers, retained_layers(num_layers, kept))
+
+
+@lru_cache(maxsize=4096)
+def other_layers(num_layers: int, groups: tuple[int, ...]) -> tuple[int, ...]:
+    """All layers but `groups`."""
+    left_out = set(groups)
+    return tuple(layer for layer in range(num_layers) if layer not in left_out)
 
 
 @lru_cache(maxsize=4096)

@@ -5,7 +5,6 @@ prompts come to the left of the decodes in `running`, so a half-done one precede
 their budget: then only the first decodes take a token and the others come first next time.
 """
 
-from collections import deque
 from collections.abc import Iterable
 from itertools import islice
 from typing import ClassVar
@@ -69,18 +68,20 @@ class Vllm055Chunked(Batching):
     def _run_exactly(self, plan: IterationPlan, budget: int) -> None:
         """Visit `running` from the left as vLLM does; one that finds no free block preempts from the right."""
         batch, memory = self.batch, self.memory
-        order = deque(batch.members)
+        # Those that are left stand from `place` on; victims leave at the end.
+        order, place = list(batch.members), 0
+        place_of_partial = len(order) if self._front is None else min(self._front, len(order))
         if self.partial is not None:
-            order.insert(len(order) if self._front is None else self._front, self.partial)
+            order.insert(place_of_partial, self.partial)
         decoded: list[Sequence] = []
-        while order:
-            seq = order[0]
+        while place < len(order):
+            seq = order[place]
             num_new = min(seq.num_tokens - seq.num_computed, budget) if seq is self.partial else min(1, budget)
             if num_new == 0:
                 break
-            order.popleft()
+            place += 1
             while not memory.can_append():
-                victim = order.pop() if order else seq
+                victim = order.pop() if place < len(order) else seq
                 preempts_itself = victim is seq is self.partial
                 if preempts_itself and seq in self._stuck:
                     # vLLM would go on for ever: its prompt takes every block, but a continued chunk wants one free.
@@ -104,8 +105,8 @@ class Vllm055Chunked(Batching):
                 memory.append(seq)
         plan.num_decodes = len(decoded)
         plan.decodes = decoded if len(decoded) < len(batch.members) else batch.members
-        if self.partial is not None and self.partial in order:
-            self._front = order.index(self.partial)
+        if self.partial is not None and place <= place_of_partial < len(order):
+            self._front = place_of_partial - place
 
     def drop_partial(self, seq: Sequence) -> None:
         super().drop_partial(seq)

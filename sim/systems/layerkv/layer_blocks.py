@@ -5,11 +5,10 @@ copied out and missing ones back in, beside the computation. `copies_of` has who
 """
 
 from collections.abc import Callable
-from itertools import filterfalse
 from typing import TYPE_CHECKING, ClassVar
 
 from sim.engine.changes import GPU, HOST, Move, Tier, make_move, make_place, make_release, make_streamed
-from sim.engine.layers import SEND_BUFFER_LAYERS, offloaded_layers, retained_layers, split_evenly
+from sim.engine.layers import SEND_BUFFER_LAYERS, offloaded_layers, other_layers, retained_layers, split_evenly
 from sim.engine.limits import Limits
 from sim.engine.plan import IterationPlan, PrefillChunk
 from sim.engine.sequence import Sequence
@@ -180,7 +179,7 @@ class LayerBlocks(Memory):
         self.scheduler.counters.swap_out_blocks += seq.num_blocks
 
     def bring_in(self, seq: Sequence) -> int:
-        missing = tuple(filterfalse(set(self.groups_on_gpu[seq]).__contains__, self.all_groups))
+        missing = other_layers(self.num_groups, self.groups_on_gpu[seq])
         self.arriving[seq] = None
         blocks = len(missing) * seq.num_blocks
         self.gpu.allocate(blocks)
