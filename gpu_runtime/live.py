@@ -109,8 +109,6 @@ def load_decoder(model: str, dtype: str, options: LiveOptions, group: Group | No
     built_in = options.weights is None and model.lower() in built_in_names(BUILT_IN)
     config = DecoderConfig.from_spec(load_model(model)) if built_in else DecoderConfig.from_hf(options.weights or model)
     check_backend(options.attention_backend, options.device, DTYPES[dtype], config)
-    if config.experts is not None and options.device != "cpu":
-        raise UserError(f"{config.name}: experts are computed with --device cpu alone yet: use a dense model")
     part = config if group is None else config.part(group.size)
     check_weights(part, DTYPES[dtype], options.device)
     if config.fp8:

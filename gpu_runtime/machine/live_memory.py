@@ -78,9 +78,12 @@ def working_bytes(config: DecoderConfig, dtype: torch.dtype, limits: Limits, *, 
     values and what attention gives, whichever is more; a sequence has logits, of its `drafts` as well; and one
     sequence's keys and values of a layer are gathered (`torch_attention`).
     """
-    # A token's experts are taken one after the other.
-    width = config.intermediate_size if config.experts is None else config.experts.width
-    token = 3 * config.hidden_size + max(3 * width, 2 * config.q_size + 2 * config.kv_size)
+    mlp = 3 * config.intermediate_size
+    if config.experts is not None:
+        # On CUDA a token's experts are computed together, elsewhere one after the other.
+        together = config.experts.per_token if graphs else 1
+        mlp = together * (3 * config.experts.width + (2 * config.hidden_size if graphs else 0))
+    token = 3 * config.hidden_size + max(mlp, 2 * config.q_size + 2 * config.kv_size)
     rows = min(limits.max_num_seqs * (1 + drafts), limits.max_num_batched_tokens)
     elements = limits.max_num_batched_tokens * token + rows * config.vocab_size
     elements += 2 * limits.max_model_len * config.kv_size

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from gpu_runtime.model import backend
 from gpu_runtime.model.config import Experts
 from gpu_runtime.model.fp8 import Fp8Matrix
 from gpu_runtime.model.weights import LayerWeights
@@ -14,7 +15,7 @@ from gpu_runtime.model.weights import LayerWeights
 def mix_experts(hidden: Tensor, weights: LayerWeights, experts: Experts, act: Callable[[Tensor], Tensor]) -> Tensor:
     """[N, h] of [N, h]: what each token's experts give, by their shares of the router's softmax (Mixtral, Jiang 2024).
 
-    Expert by expert, each for all its tokens. Which have any is read by the host: no part of a captured graph.
+    On CUDA all experts' products are one kernel; elsewhere expert by expert, each for all its tokens.
 
     Args:
         hidden: normed.
@@ -28,6 +29,10 @@ def mix_experts(hidden: Tensor, weights: LayerWeights, experts: Experts, act: Ca
     shares, chosen = linear(hidden, weights.router).softmax(dim=-1, dtype=torch.float32).topk(experts.per_token)
     if experts.renormalised:
         shares = shares / shares.sum(dim=-1, keepdim=True)
+    if backend.uses_triton(hidden):
+        from gpu_runtime.model import triton_experts  # noqa: PLC0415 (CUDA only)
+
+        return triton_experts.mix(hidden, gate_up, down, shares, chosen, act)
     out = torch.zeros_like(hidden)
     for expert in chosen.unique().tolist():
         rows, ranks = (chosen == expert).nonzero(as_tuple=True)

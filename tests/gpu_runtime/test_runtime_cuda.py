@@ -11,6 +11,7 @@ from gpu_runtime.kv.pool import KVPool
 from gpu_runtime.kv.token_rows import TokenRows, token_places
 from gpu_runtime.model.attention_batch import AttentionBatch
 from gpu_runtime.model.capture_sizes import capture_sizes, piece_sizes
+from gpu_runtime.model.config import Experts
 from gpu_runtime.model.decode_graph import DecodeGraph
 from gpu_runtime.model.decoder import Decoder, DecoderLayer
 from gpu_runtime.model.flashinfer_kernels import build_kernels
@@ -31,6 +32,8 @@ CONFIGS = {
     "windows": msgspec.structs.replace(
         SMALL, hidden_size=256, num_heads=8, num_kv_heads=2, head_dim=64, windows=(9, None, 9, None)
     ),
+    # All are chosen: in 16 bits a router might rank others first.
+    "experts": msgspec.structs.replace(SMALL, experts=Experts(3, 3, 40, renormalised=True, named_as_mixtral=False)),
     "odd": msgspec.structs.replace(SMALL, num_heads=7, num_kv_heads=1, head_dim=24, qkv_bias=True),
 }
 STEPS = [{0: range(40), 1: range(3)}, {1: [7], 0: range(50, 99), 2: range(5)}, {0: [1], 1: [2], 2: [3]}, {2: range(33)}]

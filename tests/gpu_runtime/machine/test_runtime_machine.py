@@ -16,7 +16,7 @@ from gpu_runtime.live import LiveOptions, check_device, check_gpus, load_decoder
 from gpu_runtime.machine import live_memory, threads
 from gpu_runtime.machine.live_memory import CGROUP, check_weights, fit_to_machine, free_bytes, held_bytes, working_bytes
 from gpu_runtime.machine.scheduling import scheduled
-from gpu_runtime.model.config import DecoderConfig
+from gpu_runtime.model.config import DecoderConfig, Experts
 from gpu_runtime.model.weights import RandomWeights
 from kvtwin.testing import build_engine, linear_machine
 from kvtwin.testing.live import SMALL, build_device, small_decoder, tight_limits
@@ -127,6 +127,11 @@ def test_computing_takes_what_its_largest_pass_does():
     assert working_bytes(SMALL, torch.float32, limits, graphs=False) == 4 * elements
     decodes, pieces = 2 * (3 * 48 + 2 * 128 + 48 + 2 * 101), 4 * (3 * 48 + 2 * 128 + 48 + 96 + (96 + 2 * 32))
     assert working_bytes(SMALL, torch.float16, limits, graphs=True) == 2 * (elements + decodes + pieces)
+    # Three experts of 40 columns: gate, up, product and their inputs and outputs of each; elsewhere one at a time.
+    mixed = msgspec.structs.replace(SMALL, experts=Experts(5, 3, 40, renormalised=True, named_as_mixtral=False))
+    more = 3 * (3 * 40 + 2 * 48) - 2 * 128
+    assert working_bytes(mixed, torch.float32, limits, graphs=False) == 4 * elements
+    assert working_bytes(mixed, torch.float16, limits, graphs=True) == 2 * (elements + decodes + pieces + 10 * more)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import os
 import random
 from dataclasses import fields, replace
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -19,7 +20,9 @@ from gpu_runtime.kv.pool import KVPool
 from gpu_runtime.kv.stored import FLOAT8
 from gpu_runtime.model import backend, decode_graph, torch_attention, triton_attention, triton_layer
 from gpu_runtime.model.attention import AttentionBatch
+from gpu_runtime.model.config import Experts
 from gpu_runtime.model.decoder import Decoder
+from gpu_runtime.model.experts import mix_experts
 from gpu_runtime.model.kernels import Kernels, silu_and_mul
 from gpu_runtime.model.rotary import RotaryEmbedding
 
@@ -207,6 +210,22 @@ def test_add_rms_norm(dtype, width):
     found = triton_layer.add_rms_norm(hidden.to(DEVICE), update.to(DEVICE), weight.to(DEVICE), 1e-5)
     for ours, theirs in zip(found, Kernels().add_rms_norm(hidden, update, weight, 1e-5), strict=True):
         close(ours, theirs, dtype)
+
+
+@pytest.mark.parametrize(("tokens", "dtype"), in_turn([1, 7, 90]))
+def test_experts(tokens, dtype):
+    """Five of which a token takes two, one that no token takes; tiles of 16 and of 32 rows, the last ones not full."""
+    experts = Experts(5, 2, 20, renormalised=True, named_as_mixtral=False)
+    shapes = {"router": (5, 48), "gate_up": (5, 40, 48), "down": (5, 48, 20)}
+    weights = {name: (0.1 * torch.randn(shape)).to(dtype) for name, shape in shapes.items()}
+    weights["router"][3] = -10
+    hidden = (0.5 + torch.randn(tokens, 48).abs()).to(dtype)
+    exact = SimpleNamespace(**{name: matrix.float() for name, matrix in weights.items()})
+    expected = mix_experts(hidden.float(), exact, experts, silu_and_mul).to(dtype)
+    there = SimpleNamespace(**{name: matrix.to(DEVICE) for name, matrix in weights.items()})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(backend, "uses_triton", lambda tensor: True)
+        close(mix_experts(hidden.to(DEVICE), there, experts, triton_layer.silu_and_mul), expected, dtype)
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="test_runtime_cuda runs the decoder itself")

@@ -17,7 +17,7 @@ from triton.runtime import JITFunction, driver
 sys.path[:0] = [str(Path(__file__).parents[3])]
 from gpu_runtime.kv.pool import KVPool  # noqa: E402
 from gpu_runtime.kv.stored import FLOAT8  # noqa: E402
-from gpu_runtime.model import triton_attention, triton_layer  # noqa: E402
+from gpu_runtime.model import triton_attention, triton_experts, triton_layer  # noqa: E402
 from gpu_runtime.model.attention_batch import AttentionBatch  # noqa: E402
 from kvtwin.testing.live import SMALL  # noqa: E402
 
@@ -77,7 +77,8 @@ def cases(capability, everything):
 
 
 def compile_case(shape, block_tokens, computed, stored):
-    """Ask for every kernel that such a decoder launches: decodes whole and split, chunks, rotation, norm, SwiGLU."""
+    """Ask for every kernel that such a decoder launches: decodes whole and split, chunks, rotation, norm, SwiGLU,
+    experts."""
     config = msgspec.structs.replace(SMALL, num_layers=1, **SHAPES[shape])
     heads, kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
     num_new, context = [1, 20], [150, 17]
@@ -100,6 +101,10 @@ def compile_case(shape, block_tokens, computed, stored):
     hidden = torch.zeros(3, 5000, dtype=computed)
     triton_layer.add_rms_norm(hidden, hidden, hidden[0], 1e-5)
     triton_layer.silu_and_mul(torch.zeros(3, 2 * 688, dtype=computed))
+    gate_up, down = torch.zeros(8, 2 * 96, 80, dtype=computed), torch.zeros(8, 80, 96, dtype=computed)
+    for tokens in (1, 256):
+        hidden, chosen = torch.zeros(tokens, 80, dtype=computed), torch.arange(2).repeat(tokens, 1)
+        triton_experts.mix(hidden, gate_up, down, torch.ones(tokens, 2), chosen, lambda both: both[:, :96].contiguous())
 
 
 def main(capability: int, everything: bool) -> int:
@@ -118,7 +123,7 @@ def main(capability: int, everything: bool) -> int:
         try:
             compile_case(*case)
             word = f"{max(shared)} bytes shared, {len(shared)} kernels"
-            fault = max(shared) > SHARED_BYTES[capability] or len(shared) != 12
+            fault = max(shared) > SHARED_BYTES[capability] or len(shared) != 16
         except Exception as error:
             word, fault = f"{type(error).__name__}: {str(error).splitlines()[-1][:200]}", True
         failed += fault
