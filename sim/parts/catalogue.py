@@ -29,6 +29,7 @@ PLACES: dict[str, dict[str, str]] = {
         "triage": "sim.systems.adaptive.triage:Triage",
         "lpm": "sim.systems.radix.cache_aware:CacheAware",
         "dfs-weight": "sim.systems.radix.cache_aware:ByBranch",
+        "shortest-prefill": "sim.parts.order.shortest_prefill:ShortestPrefill",
         "most-reused": "sim.systems.ragcache.most_reused:MostReused",
         "prefix-groups": "sim.systems.batchllm.prefix_groups:PrefixGroups",
         "sglang-queue": "sim.systems.sglang.queue:SglangQueue",

@@ -32,6 +32,8 @@ class CacheAware(Fcfs):
     options: ClassVar[type | None] = RadixOptions
     sticky: ClassVar[bool] = False
     by_branch: ClassVar[bool] = False
+    ranks_uncached: ClassVar[bool] = False
+    """Whether it ranks where nothing is cached, too."""
 
     def __init__(self, longest: int = 0) -> None:
         super().__init__()
@@ -57,7 +59,7 @@ class CacheAware(Fcfs):
         radix, queue = self._radix, self._queue
         looks_up = not 0 < self.longest < len(queue)
         self.has_looked_up = looks_up and radix is not None
-        if not queue or not looks_up or not self.memory.caches_prefixes:
+        if not queue or not looks_up or not (self.memory.caches_prefixes or self.ranks_uncached):
             return
         if radix is not None and self._is_sorted and radix.tree.clock == self._clock:
             return
