@@ -19,7 +19,7 @@ import msgspec
 from sim.cost.forms import PaperCost
 from sim.cost.model import CostModel, run_s
 from sim.cost.roofline import RooflineCost
-from sim.engine.plan import IterationPlan
+from sim.engine.plan import IterationPlan, WindowTokens
 from sim.errors import UserError
 from sim.specs.model_spec import ModelSpec
 from sim.specs.models import load_model
@@ -55,7 +55,10 @@ class Drafter:
         """Drafting after an iteration of these tokens, for so many sequences of these contexts in all."""
         seconds = rows_s(self.cost, verified, num_sequences)
         if self.num_tokens > 1:
-            first_s, slope_s = self.cost.decode_run(num_sequences, context_tokens)
+            window = None
+            if verified.decode_window and isinstance(self.cost, RooflineCost) and self.cost.kv.window:
+                window = WindowTokens(min(context_tokens, num_sequences * self.cost.kv.window), 0)
+            first_s, slope_s = self.cost.decode_run(num_sequences, context_tokens, window)
             seconds += (self.num_tokens - 1) * (first_s + slope_s * self.num_tokens / 2)
         return self.share * seconds
 

@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 
 from kvtwin.testing import engines
-from kvtwin.testing.engines import limits, linear_machine, requests, simulate
+from kvtwin.testing.engines import Machine, limits, linear_machine, requests, simulate, tiny_model
 from sim.bounds.compared import best_bound
+from sim.cost.forms import LinearCost
 from sim.cost.roofline import RooflineCost
 from sim.engine.acceptance import Acceptance
 from sim.engine.limits import WindowLimits
@@ -17,6 +18,7 @@ from sim.options.policies import parse_policy
 from sim.options.scenario import Scenario
 from sim.run.prepare import prepare
 from sim.specs.models import load_model
+from sim.specs.sparse_attention import parse_sparse_attention, with_sparse_attention
 from sim.systems.base import Policy
 from traces.readers import open_trace
 from traces.request import Request
@@ -41,6 +43,19 @@ def test_accepted_tokens_come_together_and_a_step_verifies_all_drafts() -> None:
     third = second + D0 + 3 * D1 + 22 * D2
     assert outcome.tokens[0] == pytest.approx([first, second, second, second, third, third])
     assert outcome.scheduler.counters.policy == {"drafted_tokens": 4, "accepted_tokens": 3, "num_drafts": 2}
+
+
+def test_drafts_are_verified_over_what_each_row_attends_to() -> None:
+    """Quest with a budget of 9 and pages of 4: rows of 17, 18 and 19 tokens read 9 each, and the index of 19 once."""
+    model = with_sparse_attention(tiny_model(4), parse_sparse_attention("quest:budget=9,page=4,dense-layers=0"))
+    plain = linear_machine()
+    machine = Machine(
+        model, LinearCost(engines.PREFILL, engines.DECODE, 1e-4, 1.0, model=model), plain.profile, plain.hardware
+    )
+    limit = limits(chunked=True, window=WindowLimits(9))
+    outcome = simulate(drafting("spec-tokens=2,acceptance-rate=1"), requests((0.0, 16, 4)), limit, machine=machine)
+    first = P0 + 16 * P1 + 256 * P2
+    assert outcome.by_id()[0].finish_s == pytest.approx(first + D0 + 3 * D1 + (27 + 19 / 4) * D2)
 
 
 def test_slots_ahead_are_taken_and_those_of_rejected_tokens_stay_with_the_sequence() -> None:
@@ -182,7 +197,7 @@ def test_windows_and_bounds_refuse_drafts() -> None:
     """The bound holds for one token of a sequence at a time, and rings have no slots ahead."""
     policy = drafting(PLENTY)
     with pytest.raises(UserError, match="keep a window, a state or a part"):
-        policy.parts(limits(chunked=True, window=WindowLimits(64)), linear_machine().deployment)
+        policy.parts(limits(chunked=True, window=WindowLimits(64, blocks=5)), linear_machine().deployment)
     scenario = Scenario(workload="fixed", goodput=("ttft:1000",), num_prompts=2)
     setup = prepare(scenario, "", policy)
     assert best_bound([setup], asked=False) is None

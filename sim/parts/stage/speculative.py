@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, ClassVar, Self
 
 from sim.cost.drafting import build_drafter, rows_s
 from sim.engine.acceptance import Acceptance
-from sim.engine.plan import IterationPlan, StepTimes
+from sim.engine.plan import IterationPlan, StepTimes, WindowTokens
 from sim.engine.sequence import Sequence
 from sim.errors import UserError
 from sim.parts.needs import Need
 from sim.parts.stage.direct import Direct
 from sim.parts.stage.speculative_options import SpeculativeOptions
+from sim.specs.kv_format import window_pairs
 
 if TYPE_CHECKING:
     from sim.systems.builder import Builder
@@ -40,7 +41,7 @@ class Speculative(Direct):
             raise UserError(f"stage={cls.name}: spec-method is missing; give one, spec-tokens and acceptance-rate")
         model = b.deployment.model
         limits = b.limits
-        if limits.window is not None or limits.states is not None or limits.kept_of_prompt is not None:
+        if limits.has_window_groups or limits.states is not None or limits.kept_of_prompt is not None:
             raise UserError(
                 f"spec-method={options.spec_method}: {model.name} has layers that keep a window, a state or a part of "
                 "a prompt, in which slots ahead are not simulated; take another model, or leave out --sparse-attention"
@@ -56,6 +57,8 @@ class Speculative(Direct):
         self.acceptance: Acceptance | None = Acceptance(options.chances(), b.deployment.seed)
         """None: a device says what is accepted, in the plan that it has carried out."""
         self._cost, self.drafter = b.deployment.cost, build_drafter(options, b.deployment)
+        self._window = b.limits.window.tokens if b.limits.window else 0
+        """Of what is kept, most tokens that are attended to; 0: all."""
 
     def num_accepted(self, seq: Sequence, num_generated: int, num_drafted: int) -> int:
         """`Acceptance.num_accepted`; none as long as a device has yet to say."""
@@ -64,7 +67,7 @@ class Speculative(Direct):
     def complete(self, plan: IterationPlan) -> None:
         """What verifying takes beyond the plan without drafts, and drafting for the next iteration."""
         cost, batch = self._cost, self.batch
-        rows = read = plain = longest = 0
+        rows = read = plain = longest = within = 0
         drafts = plan.drafts or {}
         for seq in plan.decodes:
             tokens, drafted = batch.num_tokens_of(seq), drafts.get(seq, 0)
@@ -72,6 +75,8 @@ class Speculative(Direct):
             read += tokens + drafted
             plain += tokens
             longest = max(longest, tokens + drafted)
+            if self._window:
+                within += window_pairs(tokens - 1, drafted + 1, self._window)
         plan.decode_longest_tokens = longest if cost.follows_longest else 0
         plain_s = cost.iteration_s(plan)
         sampled = 0 if self.drafter is None else self._num_drafted_next(plan)
@@ -80,10 +85,15 @@ class Speculative(Direct):
         plan.num_decodes, plan.decode_shared_tokens = num_decodes + sum(drafts.values()), rows - read
         # Chunks of single tokens have theirs there, too.
         plan.decode_context_tokens = rows + context - plain
+        if self._window:
+            within += min(context - plain, plan.num_single_chunks * self._window)
+            plan.decode_window = WindowTokens(within, 0)
         seconds = rows_s(cost, plan, num_decodes) - plain_s
         if self.drafter is not None and sampled:
             seconds += self.drafter.seconds(plan, sampled, read)
         plan.num_decodes, plan.decode_context_tokens, plan.decode_shared_tokens = num_decodes, context, shared
+        # As the plan itself is priced: nothing says what is within windows.
+        plan.decode_window = None
         plan.added_s += seconds
 
     def _num_drafted_next(self, plan: IterationPlan) -> int:
