@@ -311,7 +311,9 @@ class Stage(Part, ABC):
     def waits_for(self) -> Wait | None:
         """What a sequence that is parked here waits for, of several one that waits for this engine; None where none is
         this engine's."""
-        return "memory" if self.num_parked and not self.hands_over else None
+        if self.hands_over or not self.num_parked:
+            return None
+        return "memory" if self.num_parked > self.num_returning else "link"
 
     @property
     def num_calling(self) -> int:

@@ -8,6 +8,7 @@ import pytest
 from msgspec import UNSET, structs
 from small_results import CROWDED, finished
 
+from sim.engine.sequence import Sequence
 from sim.options.policies import parse_policy
 from sim.options.scenario import Scenario
 from sim.results.result import assemble
@@ -17,6 +18,7 @@ from sim.run.runs import Recording
 from sim.run.simulate import build_run, execute
 from sim.run.traffic import traffic
 from sim.systems import POLICIES
+from traces.request import Request
 
 SERIES = Recording(series=True)
 POOLS = {name for name, kind in POLICIES.items() if kind.composition["stage"] == "hand-over"}
@@ -114,10 +116,10 @@ def test_what_is_scheduled_ahead_waits_for_others_and_is_not_preempted():
     assert serial.latency_parts.passed_s == 0.0
 
 
-def bound_of(policy="vllm-recompute", **changes):
-    """The limit that bound for the longest time."""
+def bound_of(policy="vllm-recompute", engine=0, **changes):
+    """The limit that bound an engine for the longest time."""
     run = finished(policy, SERIES, options_for(policy, **changes))
-    bound_s = run.engines[0].series.time_use.bound_s
+    bound_s = run.engines[engine].series.time_use.bound_s
     return LIMITS[bound_s.index(max(bound_s))]
 
 
@@ -132,6 +134,28 @@ def test_each_limit_is_found_where_it_binds():
     assert bound_of("fastertransformer", **plenty) == "policy"
     slow = finished("layerkv:tpot-slo-ms=16,drop-irrecoverable=false", SERIES, options_for("layerkv", **plenty))
     assert slow.engines[0].series.time_use.bound_s[LIMITS.index("slo")] > 0.0
+
+
+@pytest.mark.parametrize("policy", sorted(POOLS))
+def test_what_was_prefilled_elsewhere_waits_for_a_seat_or_the_link_and_lacks_no_memory(policy):
+    """4,000 blocks are more than all need: two seats are few, and KV on its way keeps no request from starting."""
+    plenty = {"num_gpu_blocks_override": 4000, "max_num_seqs": 2}
+    assert bound_of(policy, 1, **plenty) == "seats"
+    run = finished(policy, SERIES, options_for(policy, num_gpu_blocks_override=4000, link_gbps=10.0))
+    bound_s = dict(zip(LIMITS, run.engines[1].series.time_use.bound_s, strict=True))
+    assert bound_s["memory"] == bound_s["seats"] == 0.0 < bound_s["compute"]
+
+
+def test_layers_on_their_way_back_are_on_the_link_and_lack_no_memory():
+    """Of LayerKV's parked sequences those that wait for blocks lack memory; one that has them all does not."""
+    run = build_run(prepare(options_for("layerkv"), "layerkv", parse_policy("layerkv", {})[1]), [], keep=SERIES)
+    stage = run.engines[0].scheduler.stage
+    one, other = (Sequence(Request(number, 0.0, 9, 9)) for number in (0, 1))
+    assert stage.waits_for is None
+    stage.promoting[one] = None
+    assert stage.waits_for == "link"
+    stage.waiting[other] = None
+    assert stage.waits_for == "memory"
 
 
 def test_what_cannot_be_told_is_left_out():

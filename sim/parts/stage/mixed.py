@@ -47,7 +47,7 @@ class Mixed(Pull, HandOver):
     def migrated(self, move: Move) -> None:
         (HandOver if move.seq in self.leaving else Pull).migrated(self, move)
 
-    def _waits_for(self) -> bool:
+    def _holds_back(self) -> bool:
         # Prompts that were never computed do not delay sequences that come.
         scheduler = self.scheduler
         computed = bool(scheduler.order.waiting) and scheduler.order.head().num_generated > 0

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, ClassVar
 from sim.engine.changes import Move, Tier
 from sim.engine.sequence import Sequence
 from sim.kv.memory import ReturnsKV
-from sim.parts.base import Stage
+from sim.parts.base import Stage, Wait
 from sim.parts.needs import Need
 
 if TYPE_CHECKING:
@@ -52,6 +52,12 @@ class Pull(Stage):
         # An offered sequence is counted where its KV is.
         return len(self.coming) + len(self.landed)
 
+    @property
+    def waits_for(self) -> Wait | None:
+        if self.landed or (self.offered and self.scheduler.num_seated >= self.max_num_seqs):
+            return "seat"
+        return "memory" if self.offered else "link" if self.coming else None
+
     def holders(self) -> Iterable[tuple[Sequence, Tier]]:
         return ((seq, Tier.GPU) for seq in chain(self.coming, self.landed))
 
@@ -65,7 +71,7 @@ class Pull(Stage):
     def prepare(self, now_s: float) -> None:
         self._seat()
         memory, keep_free = self.memory, self.scheduler.admission.keep_free
-        while self.offered and not self._waits_for():
+        while self.offered and not self._holds_back():
             seq = self.offered[0]
             if memory.ever_fits(seq, keep_free):
                 if not self._few_wait():
@@ -85,7 +91,7 @@ class Pull(Stage):
         waiting = sum(seq.num_blocks for seq in chain(self.coming, self.landed))
         return waiting * self.memory.unit < self.waiting_share * self.memory.gpu.num_blocks
 
-    def _waits_for(self) -> bool:
+    def _holds_back(self) -> bool:
         """Whether a sequence is to come back before another is pulled."""
         return bool(self.scheduler.order.waiting) or self.scheduler.eviction.num_out > 0
 
