@@ -42,7 +42,7 @@ class Deployment(Struct, frozen=True):
         layout: in words, as `2 engines of 2 GPUs`.
         is_pooled: whether prefill and decode have engines of their own.
         changed: knobs that are others than the engine's defaults.
-        distance: how far their values are from the defaults, in places of those searched.
+        distance: how many values that were searched lie nearer to the defaults than theirs, knob by knob.
     """
 
     options: Options
@@ -224,7 +224,7 @@ class Space:
                 # Nothing would be looked for there.
                 continue
             if knobs.get(BUDGET, usual[BUDGET]) >= knobs.get(SEATS_OF, usual[SEATS_OF]):
-                yield knobs, sum(1 + axes[name].index(value) for name, value in knobs.items())
+                yield knobs, sum(axes[name].index(value) for name, value in knobs.items())
 
 
 def _engines(count: int, tp: int, stages: int, role: str = "") -> str:

@@ -340,7 +340,6 @@ class ExtendFirst(Batching):
         """Take the pages of one that runs, for `num_left` that stay."""
         self._events.append(seq.request.request_id)
         self.scheduler.counters.preemptions += 1
-        self.scheduler.changed = True
         self._take_out(seq)
         self.eviction.evict(seq, plan)
         self.tree.make_room(-(-num_left * RETRACT_STEPS // self.page))
