@@ -129,13 +129,12 @@ def least_work(requests: Sequence[Request], limits: Limits, cost: CostModel) -> 
 
 
 def _shared_tokens(requests: Sequence[Request]) -> Ints:
-    """Leading prompt tokens of each whose blocks stand in other requests, too."""
+    """Prompt tokens of each whose blocks stand in other requests, too, wherever: some hit more than prefixes."""
     seen = Counter(ident for request in requests for ident in {*request.hash_ids, *request.output_hash_ids})
     found = np.zeros(len(requests), dtype=np.int64)
     for i, request in enumerate(requests):
         if request.hash_ids:
-            alone = (n for n, ident in enumerate(request.hash_ids) if seen[ident] == 1)
-            blocks = next(alone, len(request.hash_ids))
+            blocks = sum(seen[ident] > 1 for ident in request.hash_ids)
             found[i] = min(blocks * request.hash_block_tokens, request.prompt_tokens)
     return found
 

@@ -160,7 +160,7 @@ def test_what_ends_at_the_longest_context_has_to_be_served():
 
 def test_what_others_may_have_computed_is_no_work():
     ids = requests((0.0, 32, 2), (0.0, 32, 2), (0.0, 32, 2))
-    shared = [r._replace(hash_ids=(1, 2 + r.request_id), hash_block_tokens=16) for r in ids[:2]] + ids[2:]
+    shared = [r._replace(hash_ids=(2 + r.request_id, 1), hash_block_tokens=16) for r in ids[:2]] + ids[2:]
     work, _ = least_work(shared, limits(), linear_machine().cost)
     assert work.prompt_tokens.tolist() == [16, 16, 32]
     assert work.shared_tokens.tolist() == [16, 16, 0]

@@ -5,25 +5,15 @@ Du et al., "PrefillOnly: An Inference Engine for Prefill-only Workloads in Large
 just computed goes next. Of two that wait, time does not change which is first: both weigh as much more for it.
 """
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Self
 
 from sim.engine.sequence import Sequence
 from sim.kv.tiers.worth import Worth
-from sim.parts.options import CheckedOptions, option
+from sim.parts.order.shortest_prefill_options import ShortestPrefillOptions
 from sim.systems.radix.cache_aware import CacheAware
 
 if TYPE_CHECKING:
     from sim.systems.builder import Builder
-
-
-@dataclass(frozen=True)
-class ShortestPrefillOptions(CheckedOptions):
-    """What a wait weighs."""
-
-    wait_weight: float = option(
-        0.1, "seconds of computing that a second of waiting makes up for (assumed); 0: none", within=(0.0, 1e9)
-    )
 
 
 class ShortestPrefill(CacheAware):

@@ -1,0 +1,14 @@
+"""Options of `order=shortest-prefill`."""
+
+from dataclasses import dataclass
+
+from sim.parts.options import CheckedOptions, option
+
+
+@dataclass(frozen=True)
+class ShortestPrefillOptions(CheckedOptions):
+    """What a wait weighs."""
+
+    wait_weight: float = option(
+        0.1, "seconds of computing that a second of waiting makes up for (assumed); 0: none", within=(0.0, 1e9)
+    )
