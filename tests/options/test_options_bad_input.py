@@ -68,7 +68,9 @@ OPTIONS = {
     "--workload": [("fixd", "did you mean 'fixed'?"), ("", "give one of fixed")],
     "--cost-form": [("foo", "choose from"), ("linear", "'l20-derived' of form 'roofline'")],
     "--trace-format": [("azure", "goes with --trace")],
-    "--range-ratio": [("0.5", "goes with --workload uniform or --workload sessions; leave it out")],
+    "--range-ratio": [
+        ("0.5", "goes with --workload uniform or --workload sessions or --workload documents; leave it out")
+    ],
     "--zero-tokens": [("drop", "goes with --trace"), ("two", "choose from")],
     "--goodput": [
         *((word, "NAME:MILLISECONDS with NAME one of ttft, tpot, e2el") for word in ("ttft", "itl:3", "ttft:nan")),

@@ -27,6 +27,7 @@ SEEN = {
     "counters of adaptive",
     "counters of infercept and of stage=tool-calls",
     "counters of speculative decoding",
+    "counters of pages",
     "counters of pools",
     "counters of tiers",
     "timeline.json.gz",
@@ -76,6 +77,7 @@ COUNTED = {
     "hcache and kvpr": ["kvpr", "hcache"],
     "fastserve": ["fastserve"],
     "adaptive": ["adaptive:tpot-slo-ms=100"],
+    "pages": ["vattention"],
     "pools": ["distserve", "memserve", "splitwise:mixed-pool=true,max-pending-tokens=1"],
 }
 
