@@ -335,7 +335,9 @@ class Pgdsf(Replacement):
         pass
 
     def evict(self, count: int, protected: Iterable[int]) -> list[int]:
-        nodes, kept, chosen, passed = self._nodes, set(protected), dict[int, None](), list[tuple[float, int]]()
+        nodes, kept = self._nodes, set(protected)
+        chosen: dict[int, None] = {}
+        passed: list[tuple[float, int]] = []
         while self._heap and len(chosen) < count:
             priority, key = heappop(self._heap)
             node = nodes.get(key)
