@@ -62,6 +62,7 @@ PLACES: dict[str, dict[str, str]] = {
         "retained": "sim.kv.retained:RetentionMemory",
         "documents": "sim.kv.documents:DocumentMemory",
         "reserved": "sim.kv.reserved:ReservedMemory",
+        "kept-copies": "sim.kv.kept_copies:KeptCopies",
         "mapped": "sim.kv.mapped:MappedMemory",
         "mempool": "sim.systems.memserve.mempool:MemPool",
         "stored": "sim.systems.mooncake.stored:StoredMemory",
