@@ -311,8 +311,8 @@ def _model(scenario: Scenario, hardware: HardwareSpec, profile: Profile, warning
         return model
     if model.indexer and capability != HOPPER:
         warnings.append(
-            f"attention of {model.name} has prices of Hopper's kernels, a fifth to a quarter below what vLLM took on B200 "
-            "(docs/sparse-attention.md)"
+            f"attention of {model.name} has prices of Hopper's kernels, a fifth to a quarter below what vLLM took on "
+            "B200 (docs/sparse-attention.md)"
         )
     warnings += _product_warnings(model, hardware, profile)
     if model.moe and profile.experts(model.expert_quantization) is None:
