@@ -222,6 +222,7 @@ def test_every_option_has_a_flag_and_a_line_of_help(capsys):
 OWN_VALUES = {
     "range_ratio": 0.0, "end_rate": 9.0, "burst_factor": 3.0, "burst_period": 20.0, "burst_duration": 2.0,
     "turns": 1.5, "think_time": 2.0, "shared_prefix": 0, "prefix_groups": 3, "max_context": 900, "hash_block_tokens": 8,
+    "documents": 2, "document_len": 48, "corpus": 20, "skew": 0.5,
 }  # fmt: skip
 
 
@@ -257,7 +258,8 @@ def other_values(kind):
         values[name] = str(not default).lower() if isinstance(default, bool) else str(default)
         if isinstance(default, int | float) and not isinstance(default, bool):
             values[name] = str(default + 1 if isinstance(default, int) else default / 2 or 0.5)
-    words = OTHER_WORDS | ({"schedule_policy": "lof"} if kind.name == "sglang" else {})
+    own = {"sglang": {"schedule_policy": "lof"}, "ragcache": {"replacement": "lru"}}
+    words = OTHER_WORDS | own.get(kind.name, {})
     return values | {name: value for name, value in words.items() if name in values}
 
 
@@ -278,7 +280,7 @@ OTHER_WORDS |= {"tool_kv": "swap", "hicache_write_policy": "write_back"}
 OTHER_WORDS |= {"radix_eviction_policy": "lfu", "retraction_policy": "priority"}
 OTHER_WORDS |= {"ttft_slo_ms": "900", "tpot_slo_ms": "45"}
 OTHER_WORDS |= {"spec_method": "draft_model", "spec_tokens": "2", "spec_model": "llama-2-7b", "acceptance_rate": "0.5"}
-OTHER_WORDS |= {"tool_ttl_s": "3.5", "late": "refuse"}
+OTHER_WORDS |= {"tool_ttl_s": "3.5", "late": "refuse", "replacement": "pgdsf"}
 ALONE = {"async_scheduling", "predictor_accuracy", "ignore_eos", "disable_radix_cache", "enable_hierarchical_cache"}
 ALONE |= {"synthetic_acceptance_rates", "spec_kv_budget"}
 """Options that go with some others only, and are tested by themselves."""
