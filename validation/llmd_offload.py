@@ -53,9 +53,9 @@ MEASURED = {
 }
 
 
-def requests(system_tokens: int, seed: int) -> list[Request]:
+def requests(system_tokens: int, seed: int, num_groups: int = GROUPS, prompts: int = PROMPTS) -> list[Request]:
     """All at once; the clients send them one after another."""
-    groups = [group for group in range(GROUPS) for _ in range(PROMPTS)]
+    groups = [group for group in range(num_groups) for _ in range(prompts)]
     Random(seed).shuffle(groups)
     shared, own = system_tokens // BLOCK_TOKENS, QUESTION_TOKENS // BLOCK_TOKENS
     return [
@@ -74,9 +74,13 @@ def simulate(system_tokens: int, router: str, seed: int, *, offload: bool) -> Me
         workload="fixed", model="qwen3-32b", gpu="h100", max_concurrency=CLIENTS, max_model_len=40_960,
         num_gpu_blocks_override=GPU_BLOCKS, seed=seed, **layout,
     )  # fmt: skip
-    policy = OFFLOAD if offload else "vllm-v1"
+    return run(scenario, OFFLOAD if offload else "vllm-v1", requests(system_tokens, seed))
+
+
+def run(scenario: Scenario, policy: str, asked: list[Request]) -> Means:
+    """What the requests saw."""
     setup = prepare(scenario, policy, parse_policy(policy, {})[1])
-    ended = execute_all(build_run(setup, requests(system_tokens, seed))).log.requests
+    ended = execute_all(build_run(setup, asked)).log.requests
     assert ended is not None
     ttft_s, e2el_s = [row.ttft_s for row in ended], [row.e2el_s for row in ended]
     tokens = sum(row.prompt_tokens + row.output_tokens for row in ended)
