@@ -2,15 +2,18 @@
 # torch.distributed exports stores only where it was built.
 # pyright: reportPrivateImportUsage=false
 
+import os
 import signal
 from contextlib import suppress
+from functools import partial
+from multiprocessing import parent_process
 from multiprocessing.connection import Connection
 
 import torch
 import torch.distributed as dist
 
 from gpu_runtime.live import LiveOptions, load_decoder, perform
-from gpu_runtime.ranks import LOOPBACK, Group
+from gpu_runtime.ranks import LOOPBACK, Group, when_ended
 from sim.errors import UserError
 from sim.options.scenario import Scenario
 from sim.run.prepare import prepare
@@ -25,6 +28,9 @@ def serve_others(
     # An interrupt is rank 0's to handle, which then ends this one.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(threads)
+    if (parent := parent_process()) is not None:
+        # Killed, it ends nobody; a GPU would go on waiting for it.
+        when_ended([parent.sentinel], partial(os._exit, 1))
     try:
         first.send(None)
         if options.device == "cuda":

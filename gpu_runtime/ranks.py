@@ -10,11 +10,12 @@ it is told and when: so ranks share rank 0's clock, and with it every plan, bloc
 import os
 import socket
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from multiprocessing import get_context
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
+from threading import Thread
 from typing import TYPE_CHECKING
 
 import torch
@@ -36,11 +37,23 @@ LAST_WORDS_S, END_S = 2.0, 5.0
 """How long a broken group waits for a reason, and for a process to end when it is told to."""
 
 
+def when_ended(sentinels: Sequence[int], act: Callable[[], object]) -> None:
+    """Do so, in a thread, when one of these processes has ended."""
+
+    def watch() -> None:
+        if wait(sentinels):
+            act()
+
+    Thread(target=watch, daemon=True, name="watches ranks").start()
+
+
 class Group:
     """One rank of `size`. Collectives are asked for by all ranks, in one order."""
 
     def __init__(self, rank: int, size: int, store: dist.Store, device: str) -> None:
-        self.rank, self.size = rank, size
+        self.rank, self.size, self._device = rank, size, device
+        # It would end a process that notices an error, and with it what is finished: ranks watch each other instead.
+        os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
         for library in ("GLOO", "NCCL"):
             os.environ.setdefault(f"{library}_SOCKET_IFNAME", LOOPBACK_INTERFACE)
         backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
@@ -59,12 +72,21 @@ class Group:
 
     def shared_s(self, time_s: float, progress: int) -> float:
         """Rank 0's `time_s`. InvariantError on a rank whose `progress` is another: it has gone another way."""
-        told = torch.tensor([time_s, progress], dtype=torch.float64)
-        dist.broadcast(told, 0)
-        shared_s, expected = told.tolist()
+        shared_s, expected = self.of_first([time_s, progress])
         if progress != expected:
             raise InvariantError(f"computed other tokens than rank 0 ({progress}, not {expected:.0f}) by {shared_s} s")
         return shared_s
+
+    def of_first(self, values: Sequence[float]) -> list[float]:
+        """Rank 0's values, as many."""
+        told = torch.tensor(values, dtype=torch.float64)
+        dist.broadcast(told, 0)
+        return told.tolist()
+
+    def abort(self) -> None:
+        """Break off what a GPU waits for: NCCL's kernels do not notice that another rank has ended; gloo does."""
+        if self._device == "cuda" and dist.group.WORLD is not None:
+            dist.group.WORLD._get_backend(torch.device("cuda")).abort()
 
     @contextmanager
     def serving(self, setup: "Setup") -> Iterator[None]:
@@ -89,6 +111,7 @@ class FirstGroup(Group):
             LOOPBACK, port, scenario.tp, is_master=True, wait_for_workers=False, master_listen_fd=meeting.detach()
         )
         self._others: list[Connection] = []
+        self._closes = False
         context, threads = get_context("spawn"), max(1, torch.get_num_threads() // scenario.tp)
         self._processes = []
         for rank in range(1, scenario.tp):
@@ -98,6 +121,7 @@ class FirstGroup(Group):
             self._others.append(here)
             self._processes[-1].start()
             there.close()
+        when_ended([process.sentinel for process in self._processes], self._lost)
         if options.device == "cpu":
             torch.set_num_threads(threads)
         with self.together():
@@ -125,6 +149,11 @@ class FirstGroup(Group):
             for other in self._others:
                 if (words := other.recv()) is not None:
                     raise UserError(words)
+
+    def _lost(self) -> None:
+        """A rank has ended. What this one does next with the others fails, and tells why."""
+        if not self._closes:
+            self.abort()
 
     @contextmanager
     def _telling(self) -> Iterator[None]:
@@ -157,6 +186,7 @@ class FirstGroup(Group):
 
     def close(self) -> None:
         """End the other ranks, and leave the group."""
+        self._closes = True
         for other in self._others:
             other.close()
         for process in self._processes:

@@ -28,6 +28,9 @@ def fastest(decoder: Decoder, candidates: Mapping[str, Kernels]) -> Kernels:
     Times of batches are compared by their ratios, whose geometric mean counts.
     """
     times_s = {name: [_layer_s(decoder, kernels, *batch) for batch in BATCHES] for name, kernels in candidates.items()}
+    if decoder.group is not None:
+        # All ranks take the same, by one rank's clock.
+        times_s = {name: decoder.group.of_first(found) for name, found in times_s.items()}
     first = next(iter(candidates))
     ratios = {
         name: prod(own / of_first for own, of_first in zip(found, times_s[first], strict=True)) ** (1 / len(found))

@@ -6,7 +6,7 @@ import socket
 import sys
 from _thread import interrupt_main
 from dataclasses import replace
-from threading import Barrier, Thread, Timer
+from threading import Barrier, Event, Thread, Timer
 
 import msgspec
 import pytest
@@ -117,7 +117,7 @@ def serve(scenario, decoder, variant):
     return tokens, run
 
 
-def test_processes_serve_as_one_does(scenario, group):
+def test_processes_serve_as_one_does(scenario, group, monkeypatch):
     """Preempted, from caches, scheduled ahead; one after the other, then a rank that is lost ends the run."""
     with group.together():
         decoder = load_decoder(scenario.model, scenario.dtype, LiveOptions("cpu"), group)
@@ -128,7 +128,11 @@ def test_processes_serve_as_one_does(scenario, group):
         tokens, run = serve(scenario, decoder, variant)
         assert tokens == expected
         assert variant != "vllm-recompute" or run.engines[0].scheduler.counters.preemptions
+    aborted = Event()
+    monkeypatch.setattr(group, "abort", aborted.set)
     os.kill(group._processes[0].pid, signal.SIGKILL)
+    # Also where this rank waits for a GPU, which gloo's broken connections do not wake.
+    assert aborted.wait(10)
     with pytest.raises(UserError, match="rank 1 of 2 ended with status -9"):
         serve(scenario, decoder, "vllm-v1")
     assert not group._processes[0].is_alive()

@@ -1,6 +1,7 @@
 """Kernels chosen by a measurement: the faster ones, the first in a tie, and in words."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -47,6 +48,14 @@ def decoder(monkeypatch):
 def test_the_fastest_on_the_whole_computes_and_a_tie_changes_nothing(other, chosen, decoder):
     both = {"ours": Timed(1.0, 2.0, 4.0), "theirs": Timed(*other)}
     assert fastest(decoder, both) is both[chosen]
+
+
+def test_ranks_take_what_the_first_one_found_fastest(decoder, monkeypatch):
+    """A rank's own measurement may go the other way, and its tokens would be other kernels'."""
+    first = {1.0: [1.0, 2.0, 4.0], 0.5: [2.0, 4.0, 8.0]}
+    monkeypatch.setattr(decoder, "group", SimpleNamespace(of_first=lambda found: first[found[0]]))
+    both = {"ours": Timed(1.0, 2.0, 4.0), "theirs": Timed(0.5, 1.0, 2.0)}
+    assert fastest(decoder, both) is both["ours"]
 
 
 def test_the_choice_says_by_how_much(decoder):
