@@ -28,6 +28,7 @@ SEEN = {
     "counters of infercept and of stage=tool-calls",
     "counters of speculative decoding",
     "counters of pages",
+    "counters of swaps",
     "counters of pools",
     "counters of tiers",
     "timeline.json.gz",
@@ -78,6 +79,7 @@ COUNTED = {
     "fastserve": ["fastserve"],
     "adaptive": ["adaptive:tpot-slo-ms=100"],
     "pages": ["vattention"],
+    "swaps": ["vllm-swap:memory=kept-copies"],
     "pools": ["distserve", "memserve", "splitwise:mixed-pool=true,max-pending-tokens=1"],
 }
 
