@@ -132,7 +132,7 @@ class BuildHot(build_ext):
         if self.compiler.compiler_type == "unix":
             # Calls of one file into another need not go by names that other libraries could replace.
             for extension in self.extensions:
-                extension.extra_compile_args.append("-fvisibility=hidden")
+                extension.extra_compile_args = [*extension.extra_compile_args, "-fvisibility=hidden"]
         super().build_extensions()
 
     def _remove(self) -> None:
