@@ -11,7 +11,12 @@ STREAM = "layerkv:decode=stream,slo-aware=false"
 CONTIGUOUS = "ellm:layer-order=contiguous"
 EXECUTABLE = {"cachedattention": "cachedattention:disk-space=0", "ellm": CONTIGUOUS}
 """What of a preset has no place on a device is left out."""
-LIVE = [EXECUTABLE.get(name, name) for name, kind in POLICIES.items() if MEMORIES[kind.composition["memory"]].runs_live]
+MEMORY_OF = {name: MEMORIES[kind.composition["memory"]] for name, kind in POLICIES.items()}
+LIVE = [
+    EXECUTABLE.get(name, name)
+    for name, memory in MEMORY_OF.items()
+    if memory.runs_live and (name in EXECUTABLE or not memory.unexecutable)
+]
 VARIANTS = [
     *LIVE,
     "layerkv:slo-aware=false",
