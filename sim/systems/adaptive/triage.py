@@ -6,13 +6,8 @@ span, and the room that is left: while an engine fills up, work waits there at n
 a third of TTFT is gone.
 
 - Hopeless: its first token is late, or will be; or the tokens expected of it no longer fit its TPOT.
-- Deferred: it costs more than the limit, and its prompt too much to be computed on the chance that there will be time;
-  once prefilled, what is left of it does.
+- Deferred: it costs more than the limit; once prefilled, what is left of it does.
 - Kept: all others, first come first served.
-
-A first token is cheap: prompts of up to `PROMPT_SHARE` of the limit are computed whatever their request costs, the
-cheapest of them, as far as they fill `CHANCE` of the span. Where TPOT limits the batch none is: it would decode in the
-time of those that are kept.
 
 What was promised is held to what came (`pace`): prices follow the iterations that were carried out, those of prompts
 what these took beside decodes, and prompts wait where iterations took longer than TPOT allows. The limit fills less
@@ -63,10 +58,6 @@ PACED_FILL = 0.8
 FILL_STEP, MISSED = 0.5, 0.02
 """What is filled falls by so much of the share, beyond `MISSED`, of those kept that could not start in time."""
 LEAST_FILL, MOST_FILL = 0.3, 1.5
-PROMPT_SHARE = 0.2
-"""Of the price limit, that a prompt must cost for its request to be deferred before it has started."""
-CHANCE = 0.04
-"""Of the time, that prompts may take whose requests cost more than the limit."""
 PREFILL_MARGIN = 1.3
 """A prompt must fit so many times before the first token's deadline."""
 PACE = 0.9
@@ -122,7 +113,7 @@ class Triage(Order):
     name: ClassVar[str] = "triage"
     options: ClassVar[type | None] = AdaptiveOptions
     sticky: ClassVar[bool] = False
-    memoized = ("_num_decodes", "_context_tokens", "_decodes_s")
+    memoized = ("_num_decodes", "_context_tokens", "_decodes_s", "_outlooks")
 
     def __init__(self, ttft_slo_s: float, tpot_slo_s: float, patience_s: float = 0.0, *, refuses: bool = False) -> None:
         self.ttft_slo_s, self.tpot_slo_s, self.patience_s = ttft_slo_s, tpot_slo_s, patience_s
@@ -136,7 +127,7 @@ class Triage(Order):
         self.waiting = self._queue
         self._arrivals: deque[Arrival] = deque(maxlen=ARRIVALS)
         self._num_arrivals = 0
-        self.price_limit_s = self.most_prompt_s = inf
+        self.price_limit_s = inf
         self.tokens_per_iteration = 0.0
         """Prompt tokens of the last `ARRIVALS`, for each iteration that their decodes fill."""
         self.kept_tokens_per_s = 0.0
@@ -271,10 +262,10 @@ class Triage(Order):
         """`KEPT`, `DEFERRED` or `HOPELESS`, by its `outlook`."""
         if self.patience_s and self.is_impatient(seq):
             return KEPT
-        due_s, num_left, prompt_s, work_s, first_s = outlook
+        due_s, num_left, prompt_s, work_s, _ = outlook
         if due_s - self.scheduler.now_s - num_left * iteration_s - prompt_s < 0.0:
             return HOPELESS
-        if work_s > self.price_limit_s and first_s > self.most_prompt_s:
+        if work_s > self.price_limit_s:
             return DEFERRED
         # Its tokens would come too slowly.
         is_tight = seq.first_token_s < 0.0 and self.tpot_of(seq.request) < self.kept_tpot_s - TIE_S
@@ -295,7 +286,7 @@ class Triage(Order):
             self._find_price_limit()
 
     def _find_price_limit(self) -> None:
-        """The price up to which the last arrivals fit their span, cheapest first; then the prompts of the others."""
+        """The price up to which the last arrivals fit their span, cheapest first."""
         arrivals, price = self._arrivals, self.price
         span_s = arrivals[-1].arrival_s - arrivals[0].arrival_s
         if span_s <= 0.0:
@@ -324,10 +315,6 @@ class Triage(Order):
         work_s = [one_s + price.prompt_work_s(first_s) for one_s, first_s in zip(decodes_s, prompt_s, strict=True)]
         fill = self.fill * (PACED_FILL if is_limit else FILL)
         self.price_limit_s = first_beyond(work_s, fill * span_s + max(self._room_s(), self._queue_s()))
-        prompts = [one_s for one_s, all_s in zip(prompt_s, work_s, strict=True) if all_s > self.price_limit_s]
-        self.most_prompt_s = 0.0
-        if not is_limit:
-            self.most_prompt_s = min(PROMPT_SHARE * self.price_limit_s, first_beyond(prompts, CHANCE * span_s))
 
     def _choose_tpot(self, span_s: float) -> None:
         """Of the TPOTs that the last arrivals ask for, keep the one in which most of those that it is enough for fit.
