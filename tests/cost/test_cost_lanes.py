@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sim.cost.lanes import Lane, pipelined_s, streamed_s
+from sim.cost.lanes import Lane, pipelined_s
 from sim.engine.layers import offloaded_layers, retained_layers
 
 
@@ -51,18 +51,6 @@ def test_offload_behind_prefill_is_the_layer_recurrence(
     layers, copied = sizes
     expected = by_recurrence(1.0, layers, copied, copy, wait, buffers)
     assert pipelined_s(1.0, layers, copied, copy, wait, buffers) == pytest.approx(expected, rel=1e-9)
-
-
-@given(st.integers(1, 80), st.floats(0.01, 2), st.floats(0, 5), st.floats(0, 5), st.floats(0, 1))
-def test_streaming_is_the_layer_recurrence(
-    layers: int, compute: float, read: float, written: float, wait: float
-) -> None:
-    """Layer l starts at max(layer l-1 done, its KV arrived); what it writes leaves after it, copy by copy."""
-    done = out = 0.0
-    for layer in range(layers):
-        done = max(done, wait + (layer + 1) * read / layers) + compute / layers
-        out = max(done, out) + written / layers
-    assert streamed_s(compute, layers, read, written, wait) == pytest.approx(out, rel=1e-9)
 
 
 def test_a_lane_serves_in_turn_and_counts_its_busy_time() -> None:

@@ -36,11 +36,6 @@ def test_products_take_their_factor_of_the_ridge(tokens, factor):
     assert with_factors.prefill_s(tokens) == pytest.approx(plain.prefill_s(tokens) + more_s)
 
 
-@pytest.mark.parametrize("tokens", [1, 300, 4096])
-def test_without_factors_nothing_changes(tokens):
-    assert cost_of([(1, 1.0)]).linear_s(tokens) == cost_of(None).linear_s(tokens)
-
-
 def test_a_mixture_whose_experts_are_not_priced_apart_has_none():
     constants = PROFILE.without(KERNEL_NAMES).constants
     with_factors, plain = (cost_of(points, "deepseek-v2-lite", constants=constants) for points in (CURVE, None))

@@ -156,26 +156,6 @@ def by_layers(compute_s: float, layers: int, read_s: float, written_s: float, wa
     return written
 
 
-@pytest.mark.parametrize(
-    ("compute_s", "read_s", "written_s", "wait_s", "expected"),
-    [
-        (4.0, 0.0, 0.0, 0.0, 4.0),
-        # The first layer's KV takes 0.5, then computing is longer.
-        (4.0, 2.0, 0.0, 0.0, 4.5),
-        # Copies take 8, the last layer computes for 1 more.
-        (4.0, 8.0, 0.0, 0.0, 9.0),
-        (4.0, 8.0, 4.0, 0.0, 10.0),
-        # Copies out are longest: 0.5 and 1 until they begin.
-        (4.0, 2.0, 12.0, 0.0, 13.5),
-        (4.0, 8.0, 4.0, 3.0, 13.0),
-    ],
-)
-def test_a_stream_of_four_layers_by_hand(
-    compute_s: float, read_s: float, written_s: float, wait_s: float, expected: float
-) -> None:
-    assert streamed_s(compute_s, 4, read_s, written_s, wait_s) == pytest.approx(expected)
-
-
 @given(st.integers(1, 80), st.floats(0.01, 2), seconds, seconds, seconds)
 def test_a_stream_is_the_layer_recurrence(
     layers: int, compute_s: float, read_s: float, written_s: float, wait_s: float

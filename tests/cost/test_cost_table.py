@@ -5,7 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtwin.testing import Machine, limits, requests, simulate
+from kvtwin.testing import Machine, limits, requests
+from kvtwin.testing.conformance import Workload, check_jumps
 from sim.cost.forms import build_cost
 from sim.cost.kernels import KernelTables, coordinates, edge, grid_of, value_at
 from sim.cost.profile import FittedRange, load_profile, read_profile
@@ -199,15 +200,9 @@ def test_what_the_tables_are_not_of_is_refused(model, kernels, told) -> None:
 
 
 def test_jumps_are_exact_across_the_bends() -> None:
-    rows = [(0.01 * i, 20 + 37 * i % 300, 30 + 61 * i % 400) for i in range(24)]
+    rows = requests(*((0.01 * i, 20 + 37 * i % 300, 30 + 61 * i % 400) for i in range(24)))
     limit = limits(gpu=600, seqs=16, block_bytes=16 * 131072.0)
-    stepped, jumped = (
-        simulate(VllmRecompute(), requests(*rows), limit, machine=machine(), jump=jump) for jump in (False, True)
-    )
-    one, other = stepped.by_id(), jumped.by_id()
-    for number, seq in one.items():
-        assert other[number].finish_s == pytest.approx(seq.finish_s, rel=1e-9)
-        assert other[number].first_token_s == pytest.approx(seq.first_token_s, rel=1e-9)
+    check_jumps(VllmRecompute(), Workload(rows, limit, machine()))
 
 
 @pytest.mark.parametrize(
@@ -241,22 +236,13 @@ def test_tables_come_back_from_their_file_and_belong_to_their_form(tmp_path) -> 
     path = tmp_path / "t.json"
     path.write_bytes(profile().to_json())
     assert read_profile(path) == profile()
-    for broken, match in (
-        (msgspec.structs.replace(profile(), kernels=None), "field kernels belongs to form table"),
-        (msgspec.structs.replace(profile(), form="roofline"), "field kernels belongs to form table"),
-        (
-            msgspec.structs.replace(profile(), kernels=msgspec.structs.replace(tables(), attention=[])),
-            "attention: needs rows of decodes alone",
-        ),
-        (
-            # Of chunks beside decodes only; contexts of none are no chunks alone.
-            msgspec.structs.replace(
-                profile(),
-                kernels=msgspec.structs.replace(tables(), attention=[(0, 0, 4, 0, 1e-5), (16, 0, 4, 0, 1e-5)]),
-            ),
-            "and of chunks alone",
-        ),
+    # Of chunks beside decodes only; contexts of none are no chunks alone.
+    beside = msgspec.structs.replace(tables(), attention=[(0, 0, 4, 0, 1e-5), (16, 0, 4, 0, 1e-5)])
+    for change, match in (
+        ({"kernels": None}, "field kernels belongs to form table"),
+        ({"form": "roofline"}, "field kernels belongs to form table"),
+        ({"kernels": beside}, "and of chunks alone"),
     ):
-        path.write_bytes(broken.to_json())
+        path.write_bytes(msgspec.structs.replace(profile(), **change).to_json())
         with pytest.raises(UserError, match=match):
             read_profile(path)
