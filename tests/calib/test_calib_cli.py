@@ -3,7 +3,7 @@
 import json
 import subprocess
 import sys
-from datetime import UTC, datetime
+from itertools import cycle, product
 from pathlib import Path
 
 import pytest
@@ -17,7 +17,7 @@ import calib.cli
 import kvtwin
 from calib.fit import fit_profile
 from calib.samples import read_samples, samples_sha256, write_samples
-from sim.cost.profile import LINEAR_UNITS, ROOFLINE_UNITS, load_profile, read_profile, shipped_profiles
+from sim.cost.profile import LINEAR_UNITS, load_profile, read_profile, shipped_profiles
 from sim.specs.hardware import BUILT_IN as SPECS
 from sim.specs.hardware import load_hardware
 
@@ -61,14 +61,9 @@ def names(folder):
 
 
 def is_drawn(path):
-    """Whether a PNG is a picture with lines, words and colours on it."""
-    assert path.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
-    pixels = (imread(path)[:, :, :3] * 255).astype(int)
-    height, width, _ = pixels.shape
-    codes = pixels[:, :, 0] * 65536 + pixels[:, :, 1] * 256 + pixels[:, :, 2]
-    inked = (codes != 0xFFFFFF).mean()
-    coloured = (pixels.max(axis=2) - pixels.min(axis=2) > 60).sum()
-    return height > 500 and width > 1000 and 0.01 < inked < 0.9 and coloured > 500
+    """What is on a picture, `test_calib_figure` and pins say."""
+    height, width, _ = imread(path).shape
+    return height > 500 and width > 1000
 
 
 # -- list, show, diff ------------------------------------------------------------------------------------------------
@@ -86,59 +81,34 @@ def test_list_shows_every_profile_its_errors_and_which_is_the_default(capsys):
     assert found["l20-derived"].endswith("no measured errors  (default)")
 
 
-@pytest.mark.parametrize("name", ["l20-derived", "h200-imported"])
-def test_show_prints_constants_provenance_errors_and_range(capsys, name):
-    status, out, error = attempt(capsys, "profile", "show", name)
+def test_show_prints_what_was_measured_of_a_profile(capsys):
+    """Pins show one of which nothing was."""
+    status, out, error = attempt(capsys, "profile", "show", "h200-imported")
     assert (status, error) == (0, "")
-    profile = load_profile(name)
-    assert out.startswith(f"{name}: {profile.gpu}, {profile.status}, form roofline, {profile.content_hash[:12]}\n")
-    for constant in profile.constants.values():
-        assert constant.source in out
-    for key, value in profile.provenance.items():
-        assert f"  {key}: {value}\n" in out
-    if profile.status == "imported":
-        assert "| flops_per_s | 726 TFLOP/s | 1." in out
-        assert "range seen:\n  tokens: 128 to 32768\n  batch: 1 to 512\n  context_tokens: 128 to " in out
-        assert "  unseen_model_decode_mape: 0.0" in out
-        for kind, points in (("", profile.linear_factors), ("FP8 ", profile.fp8_linear_factors)):
-            tokens, factor = points[-1]
-            assert f"\n{kind}matrix products over their roofline, by tokens:\n  1: " in out
-            assert f", {tokens:,}: {factor:.3f}\n" in out
-        for gpus, points in profile.all_reduce.items():
-            count, least, most = len(points), points[0][0], points[-1][0]
-            told = f"all-reduces on {gpus} GPUs: {count} points measured, {least:,.0f} to {most:,.0f} bytes"
-            assert f"\n{told}\n" in out
-        assert "\nall-reduces on 2 GPUs: " in out and " points measured, 8,192 to " in out
-    else:
-        assert "residuals: none" in out
-        assert "range seen" not in out
+    profile = load_profile("h200-imported")
+    assert out.startswith(f"h200-imported: h200, imported, form roofline, {profile.content_hash[:12]}\n")
+    assert "| flops_per_s | 726 TFLOP/s | 1." in out
+    assert "range seen:\n  tokens: 128 to 32768\n  batch: 1 to 512\n  context_tokens: 128 to " in out
+    assert "  unseen_model_decode_mape: 0.0" in out
+    for kind, (*_, (tokens, factor)) in (("", profile.linear_factors), ("FP8 ", profile.fp8_linear_factors)):
+        assert f"\n{kind}matrix products over their roofline, by tokens:\n  1: " in out
+        assert f", {tokens:,}: {factor:.3f}\n" in out
+    count = len(profile.all_reduce["2"])
+    assert f"\nall-reduces on 2 GPUs: {count} points measured, 8,192 to {profile.all_reduce['2'][-1][0]:,.0f}" in out
 
 
-def test_show_draws_a_shipped_profile_from_its_samples(capsys, tmp_path):
-    path = tmp_path / "fit.png"
-    status, out, _ = attempt(capsys, "profile", "show", "a100-80g-imported", "--figure", path)
-    assert status == 0
-    assert out.endswith(f"\nwrote {path}\n")
-    assert names(tmp_path) == ["fit.png"]
-    assert is_drawn(path)
-
-
-def test_diff_prints_the_ratio_of_every_constant_and_draws_it(capsys, tmp_path):
-    path = tmp_path / "diff.png"
-    words = ["profile", "diff", "l20-derived", "l40s-imported", "--model", "llama-3.1-8b", "--figure", path]
-    status, out, error = attempt(capsys, *words)
-    assert (status, error) == (0, "")
-    first, second = load_profile("l20-derived"), load_profile("l40s-imported")
-    lines = out.splitlines()
-    assert lines[0] == "| constant | l20-derived | l40s-imported | second / first |"
-    names = [name for name in ROOFLINE_UNITS if name in first.constants or name in second.constants]
-    for name, line in zip(names, lines[2:], strict=False):
-        if name not in first.constants or name not in second.constants:
-            assert line.startswith(f"| {name} | ") and line.endswith(" | - |")
-            continue
-        ratio = f"{second.value(name) / first.value(name):.3f}" if first.value(name) else "-"
-        assert line.startswith(f"| {name} | ") and line.endswith(f" | {ratio} |")
-    assert is_drawn(path)
+def test_show_draws_a_profile_from_its_samples_shipped_or_named(capsys, measured, tmp_path):
+    report = fit_profile(
+        read_samples(measured), measured.parent, load_hardware("a100-80g"), load_profile("a100-80g-derived"),
+        name="mine", status="measured", provenance={},
+    )  # fmt: skip
+    path, figure = tmp_path / "mine.json", tmp_path / "fit.png"
+    path.write_bytes(report.profile.to_json())
+    for words in (["a100-80g-imported"], [path, "--samples", measured]):
+        status, out, _ = attempt(capsys, "profile", "show", *words, "--figure", figure)
+        assert status == 0 and out.endswith(f"\nwrote {figure}\n")
+        assert is_drawn(figure)
+        figure.unlink()
 
 
 # -- fit and import --------------------------------------------------------------------------------------------------
@@ -152,32 +122,28 @@ def test_fit_writes_profile_report_and_figure_each_whole(capsys, measured, tmp_p
         return replace(self, target)
 
     monkeypatch.setattr(Path, "replace", recorded)
-    day = datetime.now(UTC).date().isoformat()
     out_folder = tmp_path / "new" / "folder"
     words = ["profile", "fit", measured, "--gpu", "a100-80g", "--name", "mine", "--out", out_folder]
     status, out, error = attempt(capsys, *words)
     assert status == 0
-    assert names(out_folder) == ["mine.json", "mine.md", "mine.png"]
+    files = [f"mine.{kind}" for kind in ("json", "md", "png")]
+    assert names(out_folder) == files
     # Half a file is never seen: each is written under another name and moved.
-    assert moves == [(f"mine.{kind}.part", f"mine.{kind}") for kind in ("json", "md", "png")]
+    assert moves == [(f"{name}.part", name) for name in files]
     assert [line for line in out.splitlines() if line.startswith("wrote")] == [
-        f"wrote {out_folder / f'mine.{kind}'}" for kind in ("json", "md", "png")
+        f"wrote {out_folder / name}" for name in files
     ]
     assert is_drawn(out_folder / "mine.png")
     profile = read_profile(out_folder / "mine.json")
     assert (profile.name, profile.gpu, profile.status) == ("mine", "a100-80g", "measured")
     rates = ("flops_per_s", "hbm_bytes_per_s", "kv_bytes_per_s")
     assert {n: profile.value(n) for n in rates} == pytest.approx({n: A100[n] for n in rates}, rel=0.15)
+    assert profile.provenance.pop("date")
     assert profile.provenance == {
-        "device": "a card",
-        "samples": "samples.csv",
-        "samples_sha256": samples_sha256(measured),
-        "date": profile.provenance["date"],
+        "device": "a card", "samples": "samples.csv", "samples_sha256": samples_sha256(measured),
         "base": "a100-80g-derived, for what the samples do not tell",
-    }
-    assert profile.provenance["date"] in (day, datetime.now(UTC).date().isoformat())
+    }  # fmt: skip
     assert f"\n| `flops_per_s` | {profile.value('flops_per_s') / 1e12:.4g} TFLOP/s | " in out
-    assert "| a model left out (mean) | " in out and "| LayerKV Eq. 3 | corrected | alpha | " in out
     assert (out_folder / "mine.md").read_text().startswith("# mine\n")
     assert error == (
         "not measured, carried over: elementwise_bytes_per_s, elementwise_launch_s, "
@@ -212,15 +178,14 @@ def undrawn(monkeypatch):
 
 
 def test_the_default_name_says_gpu_and_status_and_the_file_serves_a_run(capsys, measured, tmp_path, undrawn):
-    assert attempt(capsys, "profile", "fit", measured, "--gpu", "A100-80G", "--out", tmp_path)[0] == 0
-    assert attempt(capsys, "profile", "import", "samples", measured, "--gpu", "a100-80g", "--out", tmp_path)[0] == 0
+    for words in (["fit", measured, "--gpu", "A100-80G"], ["import", "samples", measured, "--gpu", "a100-80g"]):
+        assert attempt(capsys, "profile", *words, "--out", tmp_path)[0] == 0
     assert names(tmp_path) == [f"a100-80g-{s}.{kind}" for s in ("imported", "measured") for kind in ("json", "md")]
     assert [path.name for path in undrawn] == ["a100-80g-measured.png", "a100-80g-imported.png"]
     assert read_profile(tmp_path / "a100-80g-imported.json").status == "imported"
-    run = ["run", "--workload", "fixed", "--num-prompts", "3", "--input-len", "20", "--output-len", "3", "--quiet"]
-    run += ["--model", "llama-2-7b", "--gpu", "a100-80g", "--policy", "vllm-recompute"]
     profile = tmp_path / "a100-80g-measured.json"
-    assert kvtwin.main([*run, "--profile", str(profile), "--out", str(tmp_path / "out")]) == 0
+    run = "run --workload fixed --num-prompts 3 --input-len 20 --output-len 3 --quiet --gpu a100-80g"
+    assert kvtwin.main([*run.split(), "--profile", str(profile), "--out", str(tmp_path / "out")]) == 0
     result = json.loads((tmp_path / "out" / "result.json").read_text())
     assert result["profile"]["name"] == "a100-80g-measured"
 
@@ -261,17 +226,13 @@ def test_fit_of_form_linear_writes_coefficients_that_show_reads_and_draws(capsys
     refused(capsys, *words[:3], "--gpu", "l20", "--form", "cubic", parts=["invalid choice: 'cubic'"])
 
 
-def steps_table(folder):
-    """Steps of 20 ms and more of one model, growing with everything."""
+def steps_table(folder, factors=(1.0,)):
+    """Steps of 20 ms and more of one model, growing with everything; times factors, row by row in turn."""
     path = folder / "steps.csv"
-    rows = [
-        f"llama2,a100,1,{p},{b},128,{20 + p * b / 16},{20 + p * b / 2000 + b / 8}"
-        for p in (128, 512, 2048)
-        for b in (1, 2, 4, 8)
-    ]
-    path.write_text(
-        "model,hardware,tensor_parallel,prompt_size,batch_size,token_size,prompt_time,token_time\n" + "\n".join(rows)
-    )
+    rows = ["model,hardware,tensor_parallel,prompt_size,batch_size,token_size,prompt_time,token_time"]
+    for (p, b), f in zip(product((128, 512, 2048), (1, 2, 4, 8)), cycle(factors), strict=False):
+        rows.append(f"llama2,a100,1,{p},{b},128,{f * (20 + p * b / 16)},{f * (20 + p * b / 2000 + b / 8)}")
+    path.write_text("\n".join(rows))
     return path
 
 
@@ -291,60 +252,14 @@ def test_import_steps_writes_samples_beside_the_profile(capsys, tmp_path, undraw
     assert "step_overhead_s" not in error
 
 
-def test_steps_faster_than_the_gpu_and_steps_without_any_order_are_refused(capsys, tmp_path, undrawn):
+@pytest.mark.parametrize(("factors", "part"), [((0.1,), "is above the peak of"), ((1.0, 9.0), "samples: ")])
+def test_steps_faster_than_the_gpu_and_steps_without_any_order_are_refused(capsys, tmp_path, factors, part):
     """A table of another GPU's steps, or of whatever else, makes no profile."""
-    words = ["profile", "import", "steps", "--model", "llama2=llama-2-7b", "--hardware", "a100"]
-    plain = steps_table(tmp_path).read_text()
-    header, *rows = plain.splitlines()
-    fast = [",".join([*row.split(",")[:-2], *(str(float(ms) / 10) for ms in row.split(",")[-2:])]) for row in rows]
-    odd = [
-        ",".join([*row.split(",")[:-2], *(str(float(ms) * (9 if i % 2 else 1)) for ms in row.split(",")[-2:])])
-        for i, row in enumerate(rows)
-    ]
-    for name, body, part in (("fast", fast, "is above the peak of"), ("odd", odd, "samples: ")):
-        path = tmp_path / f"{name}.csv"
-        path.write_text("\n".join([header, *body]))
-        status, _, error = attempt(capsys, *words, path, "--gpu", "a100-80g", "--out", tmp_path / name)
-        assert status == 2 and part in error
-        assert not (tmp_path / name / "a100-80g-imported.json").exists()
-
-
-def vidur_tables(folder):
-    from calib.importers.vidur import OPERATORS  # noqa: PLC0415
-
-    columns = [f"time_stats.{name}.median" for name in OPERATORS]
-    mlp, attention = folder / "mlp.csv", folder / "attention.csv"
-    shape = "1,32,32,4096,11008"
-    rows = [",".join([*[str((1 + n / 100) * 0.03)] * len(OPERATORS), str(n), shape]) for n in (1, 16, 128, 1024)]
-    mlp.write_text(
-        ",".join([*columns, "num_tokens,num_tensor_parallel_workers,n_head,n_kv_head,n_embd,n_expanded_embd"])
-        + "\n"
-        + "\n".join(rows)
-    )
-    rows = [f"True,1,{n},0,1,32,32,4096,{n * n / 1e6}," for n in (128, 256, 512, 1024)]
-    rows += [f"False,{b},0,{c},1,32,32,4096,,{b * c / 2e5}" for b in (1, 4, 16) for c in (128, 1024, 4096)]
-    attention.write_text(
-        "is_prefill,batch_size,prefill_chunk_size,kv_cache_size,num_tensor_parallel_workers,n_q_head,n_kv_head,n_embd,"
-        "time_stats.attn_prefill.median,time_stats.attn_decode.median\n" + "\n".join(rows)
-    )
-    return ["--mlp", mlp, "--attention", attention]
-
-
-def test_import_vidur_composes_and_fits(capsys, tmp_path, undrawn):
-    words = ["profile", "import", "vidur", "--model", "llama-2-7b", *vidur_tables(tmp_path)]
-    status, out, _ = attempt(capsys, *words, "--gpu", "a100-80g", "--out", tmp_path / "out")
-    assert status == 0
-    assert "(13 samples)" in out
-    assert read_profile(tmp_path / "out" / "a100-80g-imported.json").provenance["files"] == "mlp.csv, attention.csv"
-
-
-def test_import_vidur_without_attention_writes_samples_alone(capsys, tmp_path):
-    words = ["profile", "import", "vidur", "--model", "llama-2-7b", *vidur_tables(tmp_path)[:2]]
-    status, out, error = attempt(capsys, *words, "--gpu", "a100-80g", "--out", tmp_path / "out")
-    assert (status, error) == (0, "")
-    path = tmp_path / "out" / "a100-80g-imported.csv.gz"
-    assert names(tmp_path / "out") == [path.name]
-    assert out == f"wrote {path} ({len(read_samples(path))} samples)\n"
+    words = ["profile", "import", "steps", steps_table(tmp_path, factors), "--model", "llama2=llama-2-7b"]
+    words += ["--hardware", "a100"]
+    status, _, error = attempt(capsys, *words, "--gpu", "a100-80g", "--out", tmp_path / "out")
+    assert status == 2 and part in error
+    assert not (tmp_path / "out" / "a100-80g-imported.json").exists()
 
 
 @pytest.fixture
@@ -397,28 +312,10 @@ def test_one_model_on_a_cpu_is_fitted_linear(capsys, calibrated, tmp_path, monke
     assert (status, fitted) == ("measured", form)
 
 
-def test_show_draws_a_users_profile_from_the_samples_named(capsys, measured, tmp_path):
-    report = fit_profile(
-        read_samples(measured),
-        measured.parent,
-        load_hardware("a100-80g"),
-        load_profile("a100-80g-derived"),
-        name="mine",
-        status="measured",
-        provenance={},
-    )
-    path = tmp_path / "mine.json"
-    path.write_bytes(report.profile.to_json())
-    words = ["profile", "show", path, "--figure", tmp_path / "mine.png"]
-    assert attempt(capsys, *words)[0] == 2
-    assert attempt(capsys, *words, "--samples", measured)[0] == 0
-    assert is_drawn(tmp_path / "mine.png")
-
-
 # -- derive ----------------------------------------------------------------------------------------------------------
 
 
-def test_derive_writes_what_the_sibling_reaches(capsys, tmp_path):
+def test_derive_writes_what_the_siblings_reach(capsys, tmp_path):
     words = ["profile", "derive", "--gpu", "l20", "--sibling", "rtx-4090-imported", "--compute-share", "0.7"]
     words += ["--memory-sibling", "l40s-imported"]
     path = tmp_path / "deep" / "l20-derived.json"
@@ -426,9 +323,7 @@ def test_derive_writes_what_the_sibling_reaches(capsys, tmp_path):
     profile = read_profile(path)
     assert profile.value("flops_per_s") == pytest.approx(0.7 * 119.5e12)
     assert profile.constants["flops_per_s"].source.endswith("a guess")
-    shared = ("attention_tile_tokens", "kv_padding_tokens", "elementwise_launch_s", "roofline_exponent")
-    for name in shared:
-        assert profile.value(name) == load_profile("rtx-4090-imported").value(name), name
+    assert profile.value("roofline_exponent") == load_profile("rtx-4090-imported").value("roofline_exponent")
     share = load_profile("l40s-imported").value("hbm_bytes_per_s") / load_hardware("l40s").hbm_bytes_per_s
     assert profile.value("hbm_bytes_per_s") == pytest.approx(share * load_hardware("l20").hbm_bytes_per_s)
 
@@ -448,13 +343,6 @@ def test_derive_copies_at_the_rate_of_the_gpus_own_link(capsys, tmp_path):
 # -- bad input -------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def linear(tmp_path):
-    path = tmp_path / "linear.json"
-    path.write_text(json.dumps(LINEAR))
-    return path
-
-
 BAD = [
     ("profile show l40s-importd", ["did you mean 'l40s-imported'?"]),
     ("profile diff l20-derived nope", ["profile: 'nope' is neither a built-in name nor an existing path"]),
@@ -466,10 +354,7 @@ BAD = [
     ("profile fit {good} --gpu a100-80g --out {good}", ["--out: cannot create folder", "name another"]),
     ("profile fit {good} --gpu a100-80g --out {tmp} --name a/b", ["--name: 'a/b' cannot name a file"]),
     ("profile import vidur --model llama-2-7b --mlp {good} --attention {good} --gpu l20", ["column 'time_stats."]),
-    (
-        "profile import steps {good} --model a=llama-2-7b --gpu l20",
-        ["column 'model' is missing: is this the right"],
-    ),
+    ("profile import steps {good} --model a=llama-2-7b --gpu l20", ["column 'model' is missing: is this the right"]),
     ("profile import steps {good} --model llama-2-7b --gpu l20", ["--model: 'llama-2-7b' is not THEIRS=OURS"]),
     ("profile import aiconfigurator --system l40s --tables {tmp}", ["holds no gemm_perf.parquet"]),
     ("profile derive --gpu l20 --sibling l40s-imported --compute-share 2 --reason x", ["2.0 is not a share"]),
@@ -478,7 +363,8 @@ BAD = [
 
 
 @pytest.mark.parametrize(("line", "parts"), BAD)
-def test_bad_input_ends_in_one_line_and_exit_status_2(capsys, tmp_path, measured, linear, line, parts):
+def test_bad_input_ends_in_one_line_and_exit_status_2(capsys, tmp_path, measured, line, parts):
+    (linear := tmp_path / "linear.json").write_text(json.dumps(LINEAR))
     words = [word.format(tmp=tmp_path, good=measured, linear=linear) for word in line.split()]
     refused(capsys, *words, parts=parts)
     assert names(tmp_path) == ["linear.json"]
