@@ -1,11 +1,14 @@
 """A deployment as commands: `vllm serve` or SGLang's server, a Kubernetes manifest, and the `kvtwin run` of it."""
 
+import json
 import shlex
 from collections.abc import Mapping
 from typing import Any
 
+from sim.options.policies import parse_policy
 from sim.options.scenario import OF_WORKLOADS, READING, SHAPING, Scenario
 from sim.options.values import flag
+from sim.parts.stage.speculative_options import SpeculativeOptions
 from sim.specs.models import HUB_IDS, load_model
 
 VLLM_VERSION = "0.33.0"
@@ -14,6 +17,8 @@ PORT, PREFILL_PORT, DECODE_PORT, NIXL_PORT = 8000, 8100, 8200, 5600
 NIXL = '{"kv_connector":"NixlConnector","kv_role":"kv_both"}'
 PROXY = "tests/v1/kv_connector/nixl_integration/toy_proxy_server.py"
 """In vLLM's repository: what its documentation of NIXL names."""
+HEAD = "HEAD"
+"""Stands for a drafting head's weights, which only the user can name."""
 VLLM_FLAGS = {
     "pipeline_parallel_size": "--pipeline-parallel-size", "max_num_batched_tokens": "--max-num-batched-tokens",
     "max_num_seqs": "--max-num-seqs", "kv_cache_dtype": "--kv-cache-dtype", "block_size": "--block-size",
@@ -39,19 +44,46 @@ def is_sglang(options: Mapping[str, Any]) -> bool:
 
 
 def serves(options: Mapping[str, Any]) -> bool:
-    """Whether there is a server of today with that policy, and which attends as asked."""
-    return _policy(options).partition(":")[0] in ("vllm-v1", "sglang", "radix") and not _sparse(options)
+    """Whether there is a server of today with that policy, and which attends and drafts as asked."""
+    return _policy(options).partition(":")[0] in ("vllm-v1", "sglang", "radix") and not _unserved(options)
 
 
-def _sparse(options: Mapping[str, Any]) -> str:
+def _unserved(options: Mapping[str, Any]) -> str:
+    """What is asked for beside the policy that no server of today has."""
     method = options.get("sparse_attention")
-    return f" with --sparse-attention {method}" if method else ""
+    if method:
+        return f" with --sparse-attention {method}"
+    return " with --spec-method sparse_kv" if _speculative_config(options).get("method") == "sparse_kv" else ""
+
+
+def _speculative_config(options: Mapping[str, Any]) -> dict[str, Any]:
+    """vLLM's `--speculative-config`, empty where nothing drafts. Acceptance is the server's own: no rate is told."""
+    policy = parse_policy(_policy(options), options)[1]
+    if not isinstance(policy, SpeculativeOptions) or policy.spec_method is None:
+        return {}
+    config: dict[str, Any] = {"method": policy.spec_method, "num_speculative_tokens": policy.spec_tokens}
+    if policy.spec_model is not None:
+        config["model"] = served_model(policy.spec_model)
+    elif policy.spec_method in ("eagle", "eagle3"):
+        config["model"] = HEAD
+    return config
+
+
+def _left_open(options: Mapping[str, Any]) -> list[str]:
+    """What the commands leave to be filled in, as comments of a shell and of YAML."""
+    if _speculative_config(options).get("model") != HEAD:
+        return []
+    return [f"# {HEAD}: put the weights of a head that was trained for {served_model(options['model'])} in its place"]
 
 
 def serve_commands(options: Mapping[str, Any]) -> list[str]:
     """The commands that start the deployment on one machine, comments among them."""
     if not serves(options):
-        return [f"# no server of today runs {_policy(options)}{_sparse(options)}: it is a paper's, or a mix"]
+        return [f"# no server of today runs {_policy(options)}{_unserved(options)}: it is a paper's, or a mix"]
+    return [*_left_open(options), *_servers(options)]
+
+
+def _servers(options: Mapping[str, Any]) -> list[str]:
     if "prefill_replicas" in options:
         return _pools(options)
     count, tp = options.get("replicas") or 1, options.get("tp", 1)
@@ -100,6 +132,8 @@ def _vllm(options: Mapping[str, Any], tp: int) -> list[str]:
     caching = options.get("enable_prefix_caching")
     if caching is not None:
         words.append("--enable-prefix-caching" if caching else "--no-enable-prefix-caching")
+    if config := _speculative_config(options):
+        words += ["--speculative-config", json.dumps(config, separators=(",", ":"))]
     return words
 
 
@@ -138,6 +172,10 @@ def manifest(options: Mapping[str, Any]) -> str | None:
     """The deployment for Kubernetes, in YAML; None where no server of today has the policy."""
     if not serves(options):
         return None
+    return "".join(f"{line}\n" for line in _left_open(options)) + _deployments(options)
+
+
+def _deployments(options: Mapping[str, Any]) -> str:
     name = served_model(options["model"]).split("/")[-1].lower().replace(".", "-").replace("_", "-")
     if "prefill_replicas" not in options:
         tp, count = options.get("tp", 1), options.get("replicas") or 1

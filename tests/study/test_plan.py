@@ -325,6 +325,37 @@ def test_the_commands_that_serve_say_what_the_deployment_does():
     assert serve_commands({**BASE, "policy": "layerkv"})[0].startswith("# no server of today runs layerkv")
 
 
+@pytest.mark.parametrize(
+    ("drafting", "config"),
+    [
+        ("spec-method=ngram,spec-tokens=4", {"method": "ngram", "num_speculative_tokens": 4}),
+        ("spec-method=mtp,spec-tokens=1,acceptance-rate=0.8", {"method": "mtp", "num_speculative_tokens": 1}),
+        (
+            "spec-method=draft_model,spec-tokens=3,spec-model=qwen3-8b",
+            {"method": "draft_model", "num_speculative_tokens": 3, "model": "Qwen/Qwen3-8B"},
+        ),
+        ("spec-method=eagle3,spec-tokens=3", {"method": "eagle3", "num_speculative_tokens": 3, "model": "HEAD"}),
+    ],
+)
+def test_servers_draft_as_the_deployment_does(drafting, config):
+    """A plan's answer that drafts is not served by a command that does not; what only the user knows is said."""
+    options = {**BASE, "policy": f"vllm-v1:{drafting}"}
+    *said, command = serve_commands(options)
+    words = shlex.split(command)
+    assert json.loads(words[words.index("--speculative-config") + 1]) == config
+    text = manifest(options)
+    assert text is not None and "--speculative-config" in text
+    assert [line.startswith("# HEAD: ") for line in said] == [True] * ("model" in config and config["model"] == "HEAD")
+    assert text.startswith("".join(said))
+
+
+def test_no_server_drafts_with_its_own_model_at_a_budget_of_kv():
+    options = {**BASE, "policy": "vllm-v1:spec-method=sparse_kv,spec-tokens=4,spec-kv-budget=4096"}
+    (said,) = serve_commands(options)
+    assert said.startswith("# no server of today runs vllm-v1:spec-method=sparse_kv")
+    assert manifest(options) is None
+
+
 def test_pools_have_a_server_each_on_gpus_of_its_own_and_a_proxy():
     *servers, proxy = serve_commands(POOLS)
     assert [line.split()[0] for line in servers] == [f"CUDA_VISIBLE_DEVICES={gpus}" for gpus in ("0,1", "2", "3")]
