@@ -126,8 +126,8 @@ def moved(plan: IterationPlan, scheduler: Scheduler) -> list[Any]:
     ]
 
 
-def run(case: Case, *, jump: bool) -> tuple[Outcome, list[Any]]:
-    """Every iteration as [start, prefilled, what decodes (None: as before), what moves]; jumps spelled out."""
+def run(case: Case) -> tuple[Outcome, list[Any]]:
+    """Every iteration as [start, prefilled, what decodes (None: as before), what moves]."""
     policy = parse_policy(case.policy, {})[1]
     steps: list[Any] = []
 
@@ -138,24 +138,18 @@ def run(case: Case, *, jump: bool) -> tuple[Outcome, list[Any]]:
             nonlocal known
             decoding = [seq.request.request_id for seq in plan.decodes]
             chunks = [[c.seq.request.request_id, c.num_new, c.num_cached] for c in plan.chunks]
-            for i in range(times.iterations):
-                at_s = start_s
-                if i:
-                    at_s = times.first_end_s + times.second_s * (i - 1) + times.slope_s * (i - 1) * (i - 2) / 2
-                steps.append([at_s, chunks, None if decoding == known else decoding, moved(plan, scheduler)])
-                known = decoding
+            steps.append([start_s, chunks, None if decoding == known else decoding, moved(plan, scheduler)])
+            known = decoding
 
         return observe
 
-    outcome = simulate(
-        policy, requests(*case.rows()), case.limits, machine=case.machine(), jump=jump, checked=not jump, observe=watch
-    )
+    outcome = simulate(policy, requests(*case.rows()), case.limits, machine=case.machine(), jump=False, observe=watch)
     return outcome, steps
 
 
-def answer(case: Case, *, jump: bool) -> dict[str, Any]:
+def answer(case: Case) -> dict[str, Any]:
     """The iterations, what became of each request, and the counters."""
-    outcome, steps = run(case, jump=jump)
+    outcome, steps = run(case)
     ended = outcome.by_id()
     requests_ = [
         [s.first_scheduled_s, s.first_token_s, s.finish_s, s.num_preemptions, s.status.value]

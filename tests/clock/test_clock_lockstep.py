@@ -12,7 +12,7 @@ from sim.cost.roofline import RooflineCost
 from sim.cost.spread_experts import KNOWN_TOKENS, SpreadExpertsCost
 from sim.errors import UserError
 from sim.options.policies import parse_policy
-from sim.options.scenario import Scenario, build_scenario
+from sim.options.scenario import Scenario
 from sim.run.prepare import Setup, prepare
 from sim.run.runs import Recording
 from sim.run.simulate import build_run, execute_all
@@ -160,14 +160,6 @@ def test_the_front_end_counts_waiting_fourfold_and_knows_queues_every_tenth_of_a
 def test_what_cannot_be_is_refused(options, policy, words):
     with pytest.raises(UserError, match=words):
         setup_of(policy, **options)
-
-
-def test_options_that_mean_nothing_are_refused():
-    asked = {"workload": "fixed", "model": MODEL}
-    with pytest.raises(UserError, match="--expert-skew: goes with --enable-expert-parallel"):
-        build_scenario(asked | {"expert_skew": 1.0})
-    with pytest.raises(UserError, match="--data-parallel-size: 2 ranks of an engine hand nothing over between pools"):
-        build_scenario(asked | {"data_parallel_size": 2, "prefill_replicas": 1, "decode_replicas": 1, "link_gbps": 9.0})
 
 
 def test_memory_holds_a_share_of_the_experts_and_ranks_of_a_dense_model_go_by_themselves():

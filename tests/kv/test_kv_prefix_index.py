@@ -201,22 +201,6 @@ def test_a_look_up_stays_true_while_only_private_blocks_give_way():
     assert both.index.publish_and_match((1, 2), 2).num_blocks == 0
 
 
-def test_the_tail_of_the_longest_unused_goes_first():
-    """Two prompts of four blocks share two; a pool of six keeps them all until three more are wanted."""
-    both = Both(6, lazy=False)
-    both.admit((1, 2, 3, 4), 3, 4, 4)
-    both.admit((1, 2, 5, 6), 3, 2, 2)
-    assert both.pool.free == 0
-    both.end(1)
-    both.end(0)
-    assert both.pool.free == 6
-    # Given back: 6, 5, then 4, 3, 2, 1.
-    both.admit((), 0, 3, 0)
-    lengths = [both.index.publish_and_match(keys, 4).num_blocks for keys in ((1, 2, 5, 6), (1, 2, 3, 4))]
-    assert lengths == [2, 3]
-    both.check()
-
-
 @pytest.mark.parametrize(
     ("named", "size", "ids", "keys"),
     [

@@ -8,7 +8,7 @@ CASE = {case.name: case for case in CASES}
 
 def ask(name: str) -> Answers:
     """Of a workload, one iteration after another."""
-    found = answer(CASE[name], jump=False)
+    found = answer(CASE[name])
     counters = {"preemptions": found["preemptions"], "policy": found["policy"]}
     return {
         "steps": [*lines_of(found["steps"])], "requests": [*lines_of(found["requests"])],

@@ -13,7 +13,6 @@ from kvtwin.testing.conversations import conversations
 from kvtwin.testing.engines import Outcome
 from sim.cost.host import Host
 from sim.engine.sequence import Sequence
-from sim.errors import UserError
 from sim.kv.index.retained_chunks import ChunkStore
 from sim.options.policies import parse_policy
 from sim.systems.pensieve import Pensieve
@@ -175,18 +174,6 @@ def check_tokens(outcome: Outcome) -> None:
             places = [position for begin, end in spans for position in range(begin, end)]
             assert len(places) == len(set(places))
             assert len(places) + seq.num_cached_tokens == seq.request.prompt_tokens
-
-
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("pensieve:swap-out-threshold=1.5", "swap-out-threshold: 1.5 is not"),
-        ("vllm-v1:memory=retained", "memory=retained: not with batching=unified"),
-    ],
-)
-def test_what_cannot_be_is_refused(text, words):
-    with pytest.raises(UserError, match=words):
-        run(A, policy=parse_policy(text, {})[1])
 
 
 def test_what_leaves_twice_arrives_twice():

@@ -271,17 +271,6 @@ def test_slsqp_copies_what_is_not_recomputed():
         assert (held is not None) is fits
 
 
-@given(st.lists(st.integers(1, 4000), min_size=1, max_size=40), st.floats(0.1, 1.0))
-def test_the_largest_batch_is_feasible_and_one_more_is_not(lengths, share):
-    batch, room = Batch(lengths), memory(share * sum(lengths))
-    found = best(CORRECTED, batch, room, 0.05, largest=True)
-    single = best(CORRECTED, batch, room, 0.05)
-    assert (found is None) == (single is None)
-    if found is not None and single is not None:
-        assert found.batch_size >= single.batch_size
-        assert best(CORRECTED, batch, room, 0.05, largest=True, least=found.batch_size + 1) is None
-
-
 @given(st.lists(st.integers(1, 4000), min_size=2, max_size=40), st.floats(0.1, 1.0), st.sampled_from([1, 16]))
 def test_less_memory_never_needs_a_smaller_share_uncached(lengths, share, block):
     batch = Batch(lengths, block)
