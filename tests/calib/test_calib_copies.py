@@ -45,10 +45,8 @@ def both_ways():
 def reductions(gpus=(2, 4, 8), sizes=tuple(8192.0 * 4**i for i in range(8))):
     grid = [(g, n) for g in gpus for n in sizes]
     seconds = all_reduce_s(RING, np.array([n for _, n in grid]), np.array([float(g) for g, _ in grid]))
-    return [
-        Sample(op="all_reduce", latency_s=t, tp=g, num_bytes=n)
-        for (g, n), t in zip(grid, seconds.tolist(), strict=True)
-    ]
+    untimed = [Sample(op="all_reduce", latency_s=1.0, tp=g, num_bytes=n) for g, n in grid]
+    return timed(untimed, seconds)
 
 
 def test_a_copy_is_a_set_up_and_then_pieces_times_asking_or_bytes_over_the_rate():
@@ -87,35 +85,19 @@ def test_an_all_reduce_is_a_pipeline_of_chunks_of_the_best_size():
     assert launched.tolist() == pytest.approx([0.0, 447e-6])
 
 
-def test_exact_copies_give_their_constants_back():
-    fit = fit_copies(both_ways())
-    assert fit is not None
-    assert fit.values == pytest.approx(LINK, rel=1e-4)
-
-
-def test_one_direction_alone_gives_the_rate_of_that_direction():
-    fit = fit_copies([s for s in both_ways() if s.op == "d2h"])
-    assert fit is not None
-    assert fit.values == pytest.approx({n: v for n, v in LINK.items() if n != "h2d_bytes_per_s"}, rel=1e-4)
-
-
-def test_exact_copies_in_host_memory_give_their_rate_back():
-    fit = fit_host_memcpy(copies("host_memcpy", launch_s=5e-7, bytes_per_s=8e9))
-    assert fit is not None
-    assert fit.values["host_memcpy_bytes_per_s"] == pytest.approx(8e9, rel=1e-4)
-
-
-def test_exact_all_reduces_give_their_constants_back():
-    fit = fit_all_reduce(reductions())
-    assert fit is not None
-    assert fit.values == pytest.approx(RING, rel=1e-4)
+def test_exact_samples_give_their_constants_back():
+    """One direction alone those of that direction."""
+    assert fit_copies(both_ways()).values == pytest.approx(LINK, rel=1e-4)
+    of_one = {name: value for name, value in LINK.items() if name != "h2d_bytes_per_s"}
+    assert fit_copies([s for s in both_ways() if s.op == "d2h"]).values == pytest.approx(of_one, rel=1e-4)
+    in_host = fit_host_memcpy(copies("host_memcpy", launch_s=5e-7, bytes_per_s=8e9))
+    assert in_host.values["host_memcpy_bytes_per_s"] == pytest.approx(8e9, rel=1e-4)
+    assert fit_all_reduce(reductions()).values == pytest.approx(RING, rel=1e-4)
 
 
 @pytest.mark.parametrize(("gpus", "has_launch"), [((4,), False), ((2, 4), True)])
 def test_a_launch_is_told_from_latency_where_groups_of_two_sizes_were_measured(gpus, has_launch):
-    fit = fit_all_reduce(reductions(gpus))
-    assert fit is not None
-    assert ("allreduce_launch_s" in fit.values) == has_launch
+    assert ("allreduce_launch_s" in fit_all_reduce(reductions(gpus)).values) == has_launch
 
 
 @pytest.mark.parametrize(
@@ -134,7 +116,6 @@ def test_intervals_cover_planted_constants(fit, samples, true):
 
 def test_copies_that_cost_nothing_to_ask_for_stand_at_zero():
     fit = fit_copies(copies("h2d", launch_s=-1e-8, bytes_per_s=2e10, sizes=[1e6, 1e7, 1e8]))
-    assert fit is not None
     launch = fit.estimates["copy_launch_s"]
     assert (launch.value, launch.stderr) == (0.0, None)
 
@@ -147,14 +128,10 @@ def test_copies_beside_others_and_of_pageable_memory_are_not_fitted():
         for change in ({"beside": "layers"}, {"memory": "pageable"})
     ]
     assert plain_copies([*others, *alone], "h2d") == [s for s in alone if s.op == "h2d"]
-    fit = fit_copies([*others, *alone])
-    assert fit is not None
-    assert fit.values == pytest.approx(LINK, rel=1e-4)
+    assert fit_copies([*others, *alone]).values == pytest.approx(LINK, rel=1e-4)
     assert fit_copies(others) is None
     beside = [msgspec.structs.replace(s, latency_s=9 * s.latency_s, beside="h2d") for s in reductions()]
-    found = fit_all_reduce([*beside, *reductions()])
-    assert found is not None
-    assert found.values == pytest.approx(RING, rel=1e-4)
+    assert fit_all_reduce([*beside, *reductions()]).values == pytest.approx(RING, rel=1e-4)
 
 
 @pytest.mark.parametrize("fit", [fit_copies, fit_host_memcpy, fit_all_reduce])
@@ -214,7 +191,7 @@ def test_the_grids_tell_a_fast_links_rate_from_what_asking_costs(quick, lone_us)
     exact = copy_s(true, [p.sample([1.0]) for p in points])
     samples = [p.sample((s * rng.normal(1.0, 0.01, 9)).tolist()) for p, s in zip(points, exact, strict=True)]
     fit = fit_copies(samples)
-    assert fit is not None and not fault_of_copies(samples, fit)
+    assert not fault_of_copies(samples, fit)
     assert fit.values == pytest.approx(true, rel=0.15)
     assert fit.values["d2h_bytes_per_s"] == pytest.approx(5.5e10, rel=0.02)
 

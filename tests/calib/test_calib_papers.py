@@ -1,7 +1,7 @@
 """The papers' equations: each by hand, and each planted form finds its constant and faults the other."""
 
 import pytest
-from calib_small import HARDWARE
+from calib_small import HARDWARE, timed
 
 from calib.papers import eq3_alpha, paper_constants
 from calib.samples import Sample
@@ -29,49 +29,58 @@ def constants_of(samples):
     return {(c.equation, c.form, c.constant): c for c in found}
 
 
-def timed(sample, seconds):
-    return Sample(**{**{f: getattr(sample, f) for f in Sample.__struct_fields__}, "latency_s": seconds})
+# -- by hand: how an equation's amount grows with s; at s = 128, worked out -------------------------------------------
 
-
-# -- by hand: a sample whose time is the equation's at constant 1 (alpha, beta) or 1e12 (FLOPS) ----------------------
-
-ONE_PROMPT = step(new_tokens=128)
-ONE_DECODE = step(new_tokens=1, batch_size=3, context_tokens=100)
-HALF_AGAIN = Sample(op="recompute", latency_s=1.0, model="tiny", num_layers=1, new_tokens=128)
-BY_HAND = [
+PROMPT, DECODE = "eLLM Eq. 2 and 4", "eLLM Eq. 3 and 4"
+EQUATIONS = {
     # s (2 P + 2 s h) of 416 parameters over the peak; corrected: 2 L s h
-    ("LayerKV Eq. 3", "printed", "alpha", ONE_PROMPT, 128 * (832 + 2 * 128 * 4) / PEAK, 1.0),
-    ("LayerKV Eq. 3", "corrected", "alpha", ONE_PROMPT, 128 * (832 + 4 * 128 * 4) / PEAK, 1.0),
+    ("LayerKV Eq. 3", "printed"): (lambda s: s * (832 + 2 * s * 4) / PEAK, 237_568 / PEAK),
+    ("LayerKV Eq. 3", "corrected"): (lambda s: s * (832 + 4 * s * 4) / PEAK, 368_640 / PEAK),
     # 24 h^2 L s + 4 h L s^2 + 2 h V s = 98,304 + 524,288 + 16,384
-    ("eLLM Eq. 2 and 4", "printed", "FLOPS", ONE_PROMPT, 638_976 / 1e12, 1e12),
+    (PROMPT, "printed"): (lambda s: 24 * 16 * 2 * s + 4 * 4 * 2 * s * s + 2 * 4 * 16 * s, 638_976),
     # 576 s + 32 s (s + 1) / 2 = 73,728 + 264,192
-    ("eLLM Eq. 2 and 4", "corrected", "FLOPS", ONE_PROMPT, 337_920 / 1e12, 1e12),
-    # three times 24 h^2 L + 4 h L 101 + 2 h V 100 = 768 + 3,232 + 12,800
-    ("eLLM Eq. 3 and 4", "printed", "FLOPS", ONE_DECODE, 3 * 16_800 / 1e12, 1e12),
-    # three times 576 + 101 * 32 + 128
-    ("eLLM Eq. 3 and 4", "corrected", "FLOPS", ONE_DECODE, 3 * 3_936 / 1e12, 1e12),
+    (PROMPT, "corrected"): (lambda s: 576 * s + 16 * s * (s + 1), 337_920),
+    # 24 h^2 L + 4 h L (s + 1) + 2 h V s = 768 + 4,128 + 16,384
+    (DECODE, "printed"): (lambda s: 24 * 16 * 2 + 4 * 4 * 2 * (s + 1) + 2 * 4 * 16 * s, 21_280),
+    # 576 + 129 * 32 + 128
+    (DECODE, "corrected"): (lambda s: 576 + 32 * (s + 1) + 128, 4_832),
     # one layer of two: (24 h^2 s + 4 h s^2) / 2 + 2 s h V = 155,648 + 16,384
-    ("eLLM Eq. 7", "printed", "FLOPS", HALF_AGAIN, 172_032 / 1e12, 1e12),
+    ("eLLM Eq. 7", "printed"): (lambda s: (24 * 16 * s + 4 * 4 * s * s) / 2 + 2 * s * 4 * 16, 172_032),
     # half of 576 s + 32 s (s + 1) / 2
-    ("eLLM Eq. 7", "corrected", "FLOPS", HALF_AGAIN, 168_960 / 1e12, 1e12),
-]
+    ("eLLM Eq. 7", "corrected"): (lambda s: (576 * s + 16 * s * (s + 1)) / 2, 168_960),
+}
 
 
-@pytest.mark.parametrize(("equation", "form", "name", "sample", "seconds", "value"), BY_HAND)
-def test_an_equation_by_hand(equation, form, name, sample, seconds, value):
-    found = constants_of([timed(sample, seconds)] * 3)[equation, form, name]
-    assert found.estimate is not None
-    assert found.estimate.value == pytest.approx(value, rel=1e-6)
-    assert found.mape < 1e-6
-    assert found.count == 3
-    assert found.unit == ("FLOP/s" if name == "FLOPS" else "1")
+def sample_of(equation, s):
+    """One that the equation is of; three decodes take three times as long as one."""
+    if equation == DECODE:
+        return step(new_tokens=1, batch_size=3, context_tokens=s)
+    return Sample(op="recompute", latency_s=1.0, model="tiny", new_tokens=s) if "7" in equation else step(new_tokens=s)
+
+
+@pytest.mark.parametrize(("equation", "form"), EQUATIONS)
+def test_a_planted_form_finds_its_constant_and_the_other_errs(equation, form):
+    name, value, power = ("alpha", 1.37, 1) if "LayerKV" in equation else ("FLOPS", 2e12, -1)
+    amount, by_hand = EQUATIONS[equation, form]
+    assert amount(128) == by_hand
+    # Short contexts too: a decode's weights must show beside its context.
+    lengths, count = ((1, 10, *LENGTHS), 3) if equation == DECODE else (LENGTHS, 1)
+    samples = [sample_of(equation, s) for s in lengths]
+    found = constants_of(timed(samples, [count * amount(s) * value**power for s in lengths]))
+    other = {"printed": "corrected", "corrected": "printed"}[form]
+    right, wrong = found[equation, form, name], found[equation, other, name]
+    assert right.estimate is not None
+    assert right.estimate.value == pytest.approx(value, rel=1e-6)
+    assert right.unit == ("FLOP/s" if name == "FLOPS" else "1")
+    assert right.mape < 1e-6 and wrong.mape > 0.005
+    assert (right.count, wrong.count) == (len(lengths), len(lengths))
 
 
 @pytest.mark.parametrize("gpus", [2, 4])
 @pytest.mark.parametrize(("form", "flops"), [("corrected", 337_920), ("printed", 638_976)])
 def test_a_group_of_gpus_shares_the_work(gpus, form, flops):
     sample = Sample(op="step", latency_s=flops / 1e12, model="tiny", num_layers=2, new_tokens=128, tp=gpus)
-    found = constants_of([sample] * 3)["eLLM Eq. 2 and 4", form, "FLOPS"]
+    found = constants_of([sample] * 3)[PROMPT, form, "FLOPS"]
     assert found.estimate is not None
     assert found.estimate.value == pytest.approx(1e12 / gpus, rel=1e-6)
 
@@ -89,44 +98,7 @@ def test_timed_layers_count_as_the_whole_model_with_its_head():
     assert alpha.value == pytest.approx(1.5, rel=1e-6)
 
 
-# -- planted over several sizes --------------------------------------------------------------------------------------
-
-PRINTED = {
-    "LayerKV Eq. 3": lambda s: s * (832 + 2 * s * 4) / PEAK,
-    "eLLM Eq. 2 and 4": lambda s: 24 * 16 * 2 * s + 4 * 4 * 2 * s * s + 2 * 4 * 16 * s,
-    "eLLM Eq. 3 and 4": lambda s: 24 * 16 * 2 + 4 * 4 * 2 * (s + 1) + 2 * 4 * 16 * s,
-    "eLLM Eq. 7": lambda s: (24 * 16 * s + 4 * 4 * s * s) / 2 + 2 * s * 4 * 16,
-}
-CORRECTED = {
-    "LayerKV Eq. 3": lambda s: s * (832 + 4 * s * 4) / PEAK,
-    "eLLM Eq. 2 and 4": lambda s: 576 * s + 16 * s * (s + 1),
-    "eLLM Eq. 3 and 4": lambda s: 576 + 32 * (s + 1) + 128,
-    "eLLM Eq. 7": lambda s: (576 * s + 16 * s * (s + 1)) / 2,
-}
-
-
-def shape_of(equation, s):
-    if equation == "eLLM Eq. 3 and 4":
-        return step(new_tokens=1, context_tokens=s)
-    return Sample(op="recompute", latency_s=1.0, model="tiny", new_tokens=s) if "7" in equation else step(new_tokens=s)
-
-
-@pytest.mark.parametrize("equation", PRINTED)
-@pytest.mark.parametrize("form", ["printed", "corrected"])
-def test_a_planted_form_finds_its_constant_and_the_other_errs(equation, form):
-    name = "alpha" if "LayerKV" in equation else "FLOPS"
-    value, power = (1.37, 1) if name == "alpha" else (2e12, -1)
-    amount = (PRINTED if form == "printed" else CORRECTED)[equation]
-    # Short contexts too: a decode's weights must show beside its context.
-    lengths = (1, 10, *LENGTHS) if "3 and 4" in equation else LENGTHS
-    found = constants_of([timed(shape_of(equation, s), amount(s) * value**power) for s in lengths])
-    other = {"printed": "corrected", "corrected": "printed"}[form]
-    right, wrong = found[equation, form, name], found[equation, other, name]
-    assert right.estimate is not None and wrong.estimate is not None
-    assert right.estimate.value == pytest.approx(value, rel=1e-6)
-    assert right.mape < 1e-6
-    assert wrong.mape > 0.005
-    assert (right.count, wrong.count) == (len(lengths), len(lengths))
+# -- copies ----------------------------------------------------------------------------------------------------------
 
 
 def copy(op, num_bytes, pieces, seconds):
@@ -177,7 +149,7 @@ def test_ellm_eq_6_asks_once_or_for_every_piece(form):
 
 
 def test_only_single_whole_prompts_alone_and_long_enough_count():
-    good = timed(ONE_PROMPT, 1e-6)
+    good = step(new_tokens=128, latency_s=1e-6)
     others = [
         step(new_tokens=127),
         step(new_tokens=64, batch_size=4),
@@ -187,15 +159,15 @@ def test_only_single_whole_prompts_alone_and_long_enough_count():
     ]
     found = constants_of([*others, good, good, good])
     assert {c.count for c in found.values()} == {3}
-    assert {equation for equation, _, _ in found} == {"LayerKV Eq. 3", "eLLM Eq. 2 and 4", "eLLM Eq. 7"}
-    estimate = found["eLLM Eq. 2 and 4", "printed", "FLOPS"].estimate
+    assert {equation for equation, _, _ in found} == {"LayerKV Eq. 3", PROMPT, "eLLM Eq. 7"}
+    estimate = found[PROMPT, "printed", "FLOPS"].estimate
     assert estimate is not None
     assert estimate.value == pytest.approx(638_976 / 1e-6, rel=1e-6)
 
 
 def test_recomputations_are_preferred_to_prompts_for_eq_7():
-    prompts = [timed(ONE_PROMPT, 1.0)] * 4
-    again = [timed(HALF_AGAIN, 168_960 / 3e12)] * 3
+    prompts = [step(new_tokens=128)] * 4
+    again = [Sample(op="recompute", latency_s=168_960 / 3e12, model="tiny", new_tokens=128)] * 3
     estimate = constants_of([*prompts, *again])["eLLM Eq. 7", "corrected", "FLOPS"].estimate
     assert estimate is not None
     assert estimate.value == pytest.approx(3e12, rel=1e-6)
