@@ -1,32 +1,24 @@
-"""Kernels of routed experts: planted constants found again, files, what of the tables is taken, shipped fits."""
+"""Kernels of routed experts: planted constants found again, what of the tables is taken."""
 
-import math
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from calib_small import REFITTED
 from experts_report import as_dense_s, error, experts_table, signed, simulated_s
 from msgspec import structs
 
 from calib.experts import (
-    EXPERT_DATA,
     WEIGHT_BYTES,
     ExpertSample,
     ExpertTerms,
     fit_experts,
     predict_expert_s,
-    read_expert_samples,
 )
 from calib.importers.aiconfigurator_experts import _ExpertsMet, import_experts
-from calib.kernel_samples import write_kernel_samples
-from calib.samples import samples_sha256
-from sim.cost.profile import EXPERT_NAMES, EXPERT_UNITS, expert_names, load_profile, shipped_profiles
+from sim.cost.profile import EXPERT_NAMES, EXPERT_UNITS, expert_names, load_profile
 from sim.cost.roofline import RooflineCost
-from sim.errors import UserError
 from sim.specs.hardware import load_hardware
 from sim.specs.models import load_model
-from sim.specs.quantization import PRODUCT_FORMATS
 
 PLANTED = {
     "": dict(zip(EXPERT_UNITS, (6e14, 3e12, 1.5, 2e12, 3e-5), strict=True)),
@@ -105,24 +97,6 @@ def test_of_one_shape_sizes_of_groups_are_left_out():
     (fit,) = fit_experts([s for s in samples if s.tp == 1])
     assert len(fit.unseen) == 0
     assert list(fit.residuals) == ["expert_mape"]
-
-
-def test_a_file_is_read_as_it_was_written(tmp_path):
-    path, samples = tmp_path / "x.csv.gz", [sample(), sample(tokens=1, quantization="mxfp4", latency_s=3.25e-5)]
-    write_kernel_samples(path, samples, {"kernels": "mine"})
-    assert read_expert_samples(path) == samples
-    # Four bytes that hold a date in other gzip files.
-    assert path.read_bytes()[4:8] == bytes(4)
-
-
-@pytest.mark.parametrize(
-    "changes", [{"quantization": "int3"}, {"latency_s": 61.0}, {"latency_s": math.nan}, {"experts_met": 0.0}]
-)
-def test_samples_that_cannot_be_are_refused(tmp_path, changes):
-    path = tmp_path / "x.csv.gz"
-    write_kernel_samples(path, [sample(**changes)], {})
-    with pytest.raises(UserError, match="cannot be"):
-        read_expert_samples(path)
 
 
 # -- the tables --------------------------------------------------------------------------------------------------------
@@ -221,34 +195,7 @@ def test_errors_are_told_with_their_mean():
     assert np.isnan(error(np.array([])))
 
 
-# -- what ships --------------------------------------------------------------------------------------------------------
-
-SHIPPED = sorted(path.name.removesuffix(".csv.gz") for path in EXPERT_DATA.iterdir())
-
-
-def test_profiles_have_constants_of_experts_where_samples_of_them_ship():
-    with_experts = [n for n in shipped_profiles() if EXPERT_NAMES & load_profile(n).constants.keys()]
-    assert with_experts == SHIPPED
-    gpus = ("a100-80g", "b200", "b300", "gb200", "h100", "h200", "l40s", "rtx-pro-6000")
-    assert [f"{gpu}-imported" for gpu in gpus] == SHIPPED
-
-
-@pytest.mark.parametrize("name", [name for name in SHIPPED if not name.startswith(REFITTED)])
-def test_shipped_constants_are_the_fit_to_shipped_samples(name):
-    path, profile = EXPERT_DATA / f"{name}.csv.gz", load_profile(name)
-    assert profile.provenance["experts_sha256"] == samples_sha256(path)
-    hardware = load_hardware(profile.gpu)
-    for fit in fit_experts(read_expert_samples(path)):
-        values = fit.fit.values
-        assert {own: profile.value(own) for own in values} == pytest.approx(values, rel=1e-3)
-        residuals = profile.residuals or {}
-        assert {own: residuals[own] for own in fit.residuals} == pytest.approx(fit.residuals, abs=2e-4)
-        names = expert_names(fit.quantization)
-        assert values[names["expert_bytes_per_s"]] < hardware.hbm_bytes_per_s
-        # What has inputs of 16 bits is multiplied so.
-        inputs = fit.quantization if fit.quantization in PRODUCT_FORMATS else ""
-        peak = hardware.product_flops_per_s(inputs) if inputs else hardware.fp16_flops_per_s
-        assert values[names["expert_flops_per_s"]] < peak
+# -- the report --------------------------------------------------------------------------------------------------------
 
 
 def test_the_table_compares_both_prices():

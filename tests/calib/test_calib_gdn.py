@@ -1,20 +1,15 @@
-"""Kernels of Gated DeltaNet: terms by hand, planted constants found again, what the importer takes, shipped fits."""
+"""Kernels of Gated DeltaNet: terms by hand, planted constants found again, what the importer takes."""
 
 import numpy as np
 import pytest
-from calib_small import REFITTED
 from msgspec import structs
 
-from calib.gdn import GDN_DATA, GdnSample, GdnTerms, fit_gdn, predict_gdn_s, read_gdn_samples
+from calib.gdn import GdnSample, GdnTerms, fit_gdn, predict_gdn_s
 from calib.importers.aiconfigurator_gdn import import_gdn
-from calib.kernel_samples import write_kernel_samples
-from calib.samples import samples_sha256
-from sim.cost.profile import GDN_UNITS, load_profile, shipped_profiles
-from sim.errors import UserError
+from sim.cost.profile import GDN_UNITS
 from sim.specs.hardware import load_hardware
 
 HARDWARE = load_hardware("h100")
-SHIPPED = sorted(path.name.removesuffix(".csv.gz") for path in GDN_DATA.iterdir())
 PLANTED = dict(zip(GDN_UNITS, (2.5e12, 6e-6, 2e7, 100.0, 150.0, 2e12, 8e-6), strict=True))
 
 
@@ -79,28 +74,6 @@ def test_planted_constants_are_found_again():
     assert fit.residuals == {name: round(error, 5) for name, error in fit.residuals.items()}
 
 
-def test_heads_that_are_left_out_are_not_seen():
-    samples = [s if s.num_value_heads < 64 else structs.replace(s, latency_s=2 * s.latency_s) for s in planted()]
-    fit = fit_gdn(samples, HARDWARE)
-    slow = np.array([s.num_value_heads == 64 for s in fit.samples])
-    assert fit.unseen[slow].mean() == pytest.approx(-0.5, abs=0.03)
-
-
-@pytest.mark.parametrize("kept", [{"num_value_heads": 4}, {"phase": "decode"}])
-def test_samples_of_one_kind_tell_too_little(kept):
-    samples = [s for s in planted() if all(getattr(s, name) == value for name, value in kept.items())]
-    with pytest.raises(UserError, match="need both phases and two numbers of value heads"):
-        fit_gdn(samples, HARDWARE)
-
-
-@pytest.mark.parametrize("changes", [{"latency_s": 61.0}, {"batch": 0}, {"new_tokens": 2}])
-def test_samples_that_cannot_be_are_refused(tmp_path, changes):
-    path = tmp_path / "x.csv.gz"
-    write_kernel_samples(path, [sample(**changes)], {})
-    with pytest.raises(UserError, match="cannot be"):
-        read_gdn_samples(path)
-
-
 # -- the tables --------------------------------------------------------------------------------------------------------
 
 KERNELS = {
@@ -141,25 +114,3 @@ def test_other_kernels_and_heads_are_not_taken(tmp_path):
     triton = [row | {"kernel_source": row["kernel_source"].replace("flashinfer", "triton")} for row in taken]
     assert imported(tmp_path, triton) == ([], "none in the tables that the terms fit")
     assert import_gdn(tmp_path / "elsewhere") == ([], "none in the tables")
-
-
-# -- what ships --------------------------------------------------------------------------------------------------------
-
-
-def test_profiles_have_constants_of_gated_delta_net_where_samples_of_it_ship():
-    assert [f"{gpu}-imported" for gpu in ("b200", "b300", "gb200", "h100", "h200")] == SHIPPED
-    assert [name for name in shipped_profiles() if load_profile(name).gdn] == SHIPPED
-
-
-@pytest.mark.parametrize("name", [name for name in SHIPPED if not name.startswith(REFITTED)])
-def test_shipped_constants_are_those_of_the_shipped_samples(name):
-    path, profile = GDN_DATA / f"{name}.csv.gz", load_profile(name)
-    hardware = load_hardware(profile.gpu)
-    assert profile.provenance["gdn_sha256"] == samples_sha256(path)
-    fit = fit_gdn(read_gdn_samples(path), hardware)
-    assert profile.gdn == pytest.approx(fit.fit.values, rel=1e-4)
-    assert profile.residuals
-    assert fit.residuals == pytest.approx({key: profile.residuals[key] for key in fit.residuals}, abs=2e-5)
-    assert 0.7 * hardware.hbm_bytes_per_s < profile.gdn["gdn_decode_bytes_per_s"] < hardware.hbm_bytes_per_s
-    assert fit.residuals["unseen_heads_gdn_decode_mape"] < 0.02
-    assert fit.residuals["unseen_heads_gdn_prefill_mape"] < 0.06
