@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtwin.testing.conformance import Workload, check, limits_of, rows
-from kvtwin.testing.engines import Machine, limits, linear_machine, requests, roofline_machine, simulate, tiny_model
+from kvtwin.testing.conformance import DECODES, Workload, check, draw_workload
+from kvtwin.testing.engines import PREFILL, limits, linear_machine, requests, roofline_machine, simulate, tiny_model
 from sim.bounds.work import least_work
+from sim.cost.forms import LinearCost
 from sim.engine.batch import DecodeBatch
 from sim.engine.itl import GapCollector
 from sim.engine.limits import WindowLimits
@@ -23,7 +24,7 @@ from sim.options.scenario import build_scenario
 from sim.run.prepare import prepare
 from sim.run.simulate import build_run
 from sim.specs.kv_format import KVLayers
-from sim.specs.models import read_hf_config
+from sim.systems.vllm055 import VllmRecompute
 from traces.request import Request
 
 
@@ -121,8 +122,8 @@ def test_decodes_pay_for_what_windows_hold() -> None:
         assert slope == pytest.approx(per_token * (8 + window.num_growing) / 2)
     # Where it is not said what is in the windows, all is.
     assert uneven.decode_run(8, 1000) == pytest.approx(plain.decode_run(8, 1000))
-    linear = replace(linear_machine(), model=model)
-    assert linear.model.kv_format().num_window_readers == 2
+    linear = LinearCost((0.0, 0.0, 0.0), (0.0, 0.0, 1e-3), 1.0, 1.0, model=model)
+    assert linear.decode_run(8, 1000, WindowTokens(400, 2)) == pytest.approx((1.4 / 2, 0.01 / 2))
 
 
 def test_prompts_pay_for_the_pairs_that_they_see() -> None:
@@ -192,57 +193,27 @@ HYBRID = WindowLimits(20, 1, 2, 2)
 
 def test_rings_hold_two_blocks_by_hand() -> None:
     """A prompt of 100 tokens has 7 blocks: 7 + 2 x 2 pool blocks. Its 60 decodes take three more, of full layers."""
-    model = windowed_model(1, 20, 2)
-    machine = Machine(model, linear_machine().cost, linear_machine().profile, linear_machine().hardware)
-    limit = limits(gpu=10, host=10, window=HYBRID)
-    most = 0
-
-    def observe(scheduler):
-        def look(plan, start_s, times):
-            nonlocal most
-            most = max(most, scheduler.gpu.num_blocks - scheduler.gpu.free)
-
-        return look
-
+    machine = replace(linear_machine(), model=windowed_model(1, 20, 2))
+    used: list[int] = []
     outcome = simulate(
-        parse_policy("vllm-recompute", {})[1],
-        requests((0.0, 100, 61)),
-        limit,
-        machine=machine,
-        jump=False,
-        observe=observe,
-    )
+        VllmRecompute(), requests((0.0, 100, 61)), limits(gpu=10, host=10, window=HYBRID), machine=machine, jump=False,
+        observe=lambda scheduler: lambda *_: used.append(scheduler.gpu.num_blocks - scheduler.gpu.free),
+    )  # fmt: skip
     assert outcome.scheduler.gpu.num_blocks == 30
-    assert most == 10 + 2 * 2
+    assert max(used) == 10 + 2 * 2
     assert outcome.ended[0].num_generated == 61
 
 
 @st.composite
 def windowed_workloads(draw: st.DrawFn, name: str, *, rings: bool = True) -> Workload:
-    block_size, length = draw(st.sampled_from([1, 4, 16])), draw(st.sampled_from([64, 256]))
-    window = draw(st.integers(1, 100))
-    full = draw(st.sampled_from([0, 1, 2])) if rings else 1
-    groups = WindowLimits(window, full, draw(st.integers(1, 3)), -(-window // block_size))
-    seqs = draw(st.sampled_from([1, 3, 8, 256]))
-    limit = limits(
-        gpu=draw(st.integers(2, 40)) * 16 // block_size,
-        host=draw(st.sampled_from([0, 3, 20, 1000])) * 16 // block_size,
-        block_size=block_size,
-        max_model_len=length,
-        window=groups if rings else WindowLimits(window),
-    )
-    limit = limits_of(
-        parse_policy(name, {})[1], limit, seqs, draw(st.sampled_from([None, max(seqs, 16), max(seqs, 64)]))
-    )
-    now_s, found = 0.0, []
-    for gap_s, prompt, output in draw(rows):
-        now_s += gap_s
-        found.append((now_s, prompt, output))
+    """Crowds under layers with rings, or under memory that keeps everything and lets layers read a window."""
+    found = draw_workload(draw, parse_policy(name, {})[1])
+    window, full = draw(st.integers(1, 100)), draw(st.sampled_from([0, 1, 2])) if rings else 1
+    groups = WindowLimits(window, full, draw(st.integers(1, 3)), -(-window // found.limits.block_size))
+    limit = replace(found.limits, window=groups if rings else WindowLimits(window), enable_prefix_caching=False)
     model = windowed_model(full, window, 2)
-    decode = draw(st.sampled_from([(0.02, 2e-5, 6e-7), (0.02, 2e-5, 2e-5)]))
-    plain = linear_machine(limit.block_bytes, decode=decode)
-    cost = type(plain.cost)((0.005, 4e-5, 2e-9), decode, 3e-4, limit.block_bytes, model=model)
-    return Workload(requests(*found), limit, Machine(model, cost, plain.profile, plain.hardware))
+    cost = LinearCost(PREFILL, draw(st.sampled_from(DECODES[:2])), 3e-4, limit.block_bytes, model=model)
+    return Workload(found.arrivals, limit, replace(found.machine, model=model, cost=cost))
 
 
 @pytest.mark.parametrize("name", ["vllm-recompute", "vllm-swap", "sarathi", "fastgen"])
@@ -271,6 +242,11 @@ def test_a_window_beyond_every_context_changes_nothing() -> None:
 # -- scenarios -----------------------------------------------------------------------------------------------------
 
 
+LLAMA_ON_L20 = {"model": "llama-2-7b", "gpu": "l20", "max_model_len": 4096}
+INT4_BYTES = 2 * 32 * 32 * 72
+"""Of a token: keys and values of 32 layers and heads, 128 elements and their scales in 72 bytes."""
+
+
 def setup(policy: str = "vllm-recompute", **options):
     values = {"workload": "sharegpt", "model": "gemma-3-27b", "gpu": "h100", "max_model_len": 16_384} | options
     return prepare(build_scenario(values), policy, parse_policy(policy, {})[1])
@@ -291,25 +267,19 @@ def test_pools_of_a_model_with_windows() -> None:
     assert setup(model="llama-3.1-8b").limits.window is None
 
 
-def test_kv_types_double_the_pool_and_halve_what_decodes_read() -> None:
-    options = {"model": "llama-2-7b", "gpu": "l20", "max_model_len": 4096}
-    auto, fp8, int4 = (setup(**options, kv_cache_dtype=name) for name in ("auto", "fp8", "int4"))
+def test_a_type_of_half_the_bytes_doubles_the_pool() -> None:
+    auto, fp8, int4 = (setup(**LLAMA_ON_L20, kv_cache_dtype=name) for name in ("auto", "fp8", "int4"))
     assert auto.limits.block_bytes == 2 * fp8.limits.block_bytes == 16 * 524_288
-    assert int4.limits.block_bytes == 16 * 2 * 32 * 32 * 72
+    assert int4.limits.block_bytes == 16 * INT4_BYTES
     assert fp8.limits.num_gpu_blocks in (2 * auto.limits.num_gpu_blocks, 2 * auto.limits.num_gpu_blocks + 1)
-    slopes = [found.cost.decode_run(1, 1)[1] for found in (auto, fp8, int4)]
-    # Dequantisation costs something: not quite a half, not quite 0.28.
-    assert 0.5 < slopes[1] / slopes[0] < 0.52
-    assert 0.28125 < slopes[2] / slopes[0] < 0.35
 
 
-def test_dequantisation_by_hand() -> None:
-    """Two vector operations for each of 262,144 elements, at a sixteenth of the tensor cores' rate."""
-    found = setup(model="llama-2-7b", gpu="l20", max_model_len=4096, kv_cache_dtype="fp8")
-    value = found.profile.value
-    read_s = 262_144 / value("kv_bytes_per_s")
-    compute_s = 2 * 262_144 / (value("flops_per_s") / 16)
-    p = value("roofline_exponent")
+@pytest.mark.parametrize(("dtype", "read_bytes", "ops"), [("fp8", 262_144, 2), ("int4", INT4_BYTES, 4)])
+def test_dequantisation_by_hand(dtype: str, read_bytes: int, ops: int) -> None:
+    """Two vector operations for each of 262,144 elements, four if packed, at a sixteenth of the tensor cores' rate."""
+    found = setup(**LLAMA_ON_L20, kv_cache_dtype=dtype)
+    value, p = found.profile.value, found.profile.value("roofline_exponent")
+    read_s, compute_s = read_bytes / value("kv_bytes_per_s"), ops * 262_144 / (value("flops_per_s") / 16)
     assert found.cost.decode_run(1, 1)[1] == pytest.approx((read_s**p + compute_s**p) ** (1 / p))
 
 
@@ -332,7 +302,6 @@ def test_latent_decodes_by_hand() -> None:
     ("policy", "given", "told"),
     [
         ("hcache", {}, "memory=saved-states: layers of {} share their KV or attend to a part of the context"),
-        ("kvpr", {}, "memory=hosted-layers: layers of {} share their KV or attend to a part of the context"),
         ("vllm-v1", {"kv_offloading_size": 4.0},
          "--kv-offloading-size: {} has layers that keep a window only; --disable-hybrid-kv-cache-manager keeps whole "
          "prefixes"),
@@ -345,22 +314,14 @@ def test_memories_of_whole_layers_want_no_window(policy: str, given: dict[str, f
     assert str(caught.value) == told.format("gemma-2-9b")
 
 
-def test_what_cannot_be_is_refused(tmp_path) -> None:
-    with pytest.raises(UserError, match=r"--kv-cache-dtype fp8: .*a100-80g has 8.0: use auto, fp8_e5m2"):
-        setup(model="llama-2-7b", gpu="a100-80g", kv_cache_dtype="fp8")
-    with pytest.raises(UserError, match="--kv-cache-dtype: 'fp6' is not auto or bfloat16"):
-        setup(kv_cache_dtype="fp6")
+def test_layers_that_share_their_kv_have_it_once_and_not_apart(tmp_path) -> None:
     config = {
         "model_type": "llama", "num_hidden_layers": 4, "hidden_size": 64, "num_attention_heads": 8,
         "num_key_value_heads": 8, "intermediate_size": 96, "vocab_size": 100, "max_position_embeddings": 512,
         "use_cla": True, "cla_share_factor": 2,
     }  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(config))
-    assert read_hf_config(tmp_path).num_stored_layers == 2
-    shared = setup(model=str(tmp_path), max_model_len=512, num_gpu_blocks_override=10)
-    assert shared.limits.block_bytes == 16 * 2 * 2 * 64 * 2
-    layered = setup("layerkv", model=str(tmp_path), max_model_len=512, num_gpu_blocks_override=10)
-    from sim.run.runs import Recording, build_engine  # noqa: PLC0415
-
+    shared = {"model": str(tmp_path), "max_model_len": 512, "num_gpu_blocks_override": 10}
+    assert setup(**shared).limits.block_bytes == 16 * 2 * 2 * 64 * 2
     with pytest.raises(UserError, match=r"memory=layers keeps each layer's KV apart.*use memory=paged"):
-        build_engine(layered, None, Recording())
+        build_run(setup("layerkv", **shared), [])
