@@ -108,9 +108,11 @@ class TorchDevice:
         return perf_counter() - self._begun_s
 
     def wait(self, until_s: float) -> None:
-        if self.decoder.group is not None and self.decoder.group.rank > 0:
-            # The first rank waits, and they for its next time.
-            return
+        if (group := self.decoder.group) is not None:
+            group.due(inf)
+            if group.rank > 0:
+                # The first rank waits, and they for its next time.
+                return
         while True:
             left_s = until_s - self._own_s()
             if left_s <= 0 or self._transfers.any_ended:

@@ -13,9 +13,11 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from math import inf
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
 from threading import Thread
+from time import monotonic
 from typing import TYPE_CHECKING
 
 import torch
@@ -33,6 +35,11 @@ LOOPBACK = "127.0.0.1"
 LOOPBACK_INTERFACE = "lo0" if sys.platform == "darwin" else "lo"
 PATIENCE = timedelta(days=7)
 """Ranks wait for one another as long as rank 0 waits for requests. A process that ends breaks its connections."""
+HANG_S = 600.0
+"""Rank 0 waits so long within an iteration, or for others to do what it has done. NCCL's own limit would not do: its
+kernels in a graph it does not watch."""
+LOOK_S = 1.0
+"""How often that is looked at."""
 LAST_WORDS_S, END_S = 2.0, 5.0
 """How long a broken group waits for a reason, and for a process to end when it is told to."""
 
@@ -79,9 +86,13 @@ class Group:
 
     def of_first(self, values: Sequence[float]) -> list[float]:
         """Rank 0's values, as many."""
+        self.due(HANG_S)
         told = torch.tensor(values, dtype=torch.float64)
         dist.broadcast(told, 0)
         return told.tolist()
+
+    def due(self, seconds: float) -> None:
+        """From now on other ranks are waited for at most so long: `inf` where this one waits for requests."""
 
     def abort(self) -> None:
         """Break off what a GPU waits for: NCCL's kernels do not notice that another rank has ended; gloo does."""
@@ -111,7 +122,7 @@ class FirstGroup(Group):
             LOOPBACK, port, scenario.tp, is_master=True, wait_for_workers=False, master_listen_fd=meeting.detach()
         )
         self._others: list[Connection] = []
-        self._closes = False
+        self._closes, self._hangs, self._due_s = False, False, inf
         context, threads = get_context("spawn"), max(1, torch.get_num_threads() // scenario.tp)
         self._processes = []
         for rank in range(1, scenario.tp):
@@ -121,7 +132,7 @@ class FirstGroup(Group):
             self._others.append(here)
             self._processes[-1].start()
             there.close()
-        when_ended([process.sentinel for process in self._processes], self._lost)
+        Thread(target=self._watch, daemon=True, name="watches ranks").start()
         if options.device == "cpu":
             torch.set_num_threads(threads)
         with self.together():
@@ -135,6 +146,8 @@ class FirstGroup(Group):
         with self.together():
             for other in self._others:
                 other.send((setup.scenario, setup.label, setup.policy))
+            # Warming up computes with them before a time is asked for.
+            self.due(HANG_S)
             yield
 
     @contextmanager
@@ -146,12 +159,22 @@ class FirstGroup(Group):
         """
         with self._telling():
             yield
+            self.due(HANG_S)
             for other in self._others:
                 if (words := other.recv()) is not None:
                     raise UserError(words)
+            self.due(inf)
 
-    def _lost(self) -> None:
-        """A rank has ended. What this one does next with the others fails, and tells why."""
+    def due(self, seconds: float) -> None:
+        self._due_s = monotonic() + seconds
+
+    def _watch(self) -> None:
+        """Until a rank has ended, or hangs and is ended. What this one does next with them fails, and tells why."""
+        while not wait([process.sentinel for process in self._processes], LOOK_S):
+            if monotonic() > self._due_s:
+                self._hangs = True
+                for process in self._processes:
+                    process.kill()
         if not self._closes:
             self.abort()
 
@@ -169,6 +192,11 @@ class FirstGroup(Group):
 
     def _last_words(self) -> str | None:
         """Why the first rank that failed did; None if none has."""
+        if self._hangs:
+            return (
+                f"the {self.size_asked} ranks stand still: rank 0 has been in an iteration, or waited for the others, "
+                f"for {HANG_S:g} s. All were ended; on GPUs NCCL_DEBUG=INFO says what NCCL waits for"
+            )
         for process, other in zip(self._processes, self._others, strict=True):
             try:
                 words = other.recv() if other.poll(LAST_WORDS_S) else None

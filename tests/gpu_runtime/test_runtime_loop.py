@@ -1,5 +1,6 @@
 """The real clock's loop without anything real: when failures are reported, and what counts as an iteration."""
 
+from math import inf
 from threading import Event, Lock
 from types import SimpleNamespace
 
@@ -127,6 +128,16 @@ def test_a_device_sleeps_until_it_is_time_or_somebody_wakes_it():
     # For ever, if it had not been woken.
     device.wait(began_s + 1e6)
     assert device.now_s() < began_s + 1e6
+    device.close()
+
+
+def test_a_first_rank_that_waits_for_requests_is_due_to_nothing(monkeypatch):
+    """Else a group without work would be taken for one that hangs."""
+    device = live.build_device(build_engine(VllmRecompute(), limits(20, 0), linear_machine(), print).scheduler)
+    dues = []
+    monkeypatch.setattr(device.decoder, "group", SimpleNamespace(rank=0, due=dues.append))
+    device.wait(device._own_s() + 1e-3)
+    assert dues == [inf]
     device.close()
 
 

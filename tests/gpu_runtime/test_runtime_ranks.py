@@ -153,6 +153,17 @@ def test_other_machines_cannot_join(scenario, monkeypatch):
         started.close()
 
 
+def test_a_rank_that_hangs_is_ended(scenario, group, monkeypatch):
+    """It keeps its connections: the others waited for it for a week."""
+    with group.together():
+        decoder = load_decoder(scenario.model, scenario.dtype, LiveOptions("cpu"), group)
+    monkeypatch.setattr(ranks, "HANG_S", 1.0)
+    os.kill(group._processes[0].pid, signal.SIGSTOP)
+    with pytest.raises(UserError, match=r"the 2 ranks stand still: .* for 1 s\. All were ended"):
+        serve(scenario, decoder, "vllm-v1")
+    assert not group._processes[0].is_alive()
+
+
 def test_an_interrupt_ends_all_ranks_and_keeps_what_is_finished(scenario, group):
     with group.together():
         decoder = load_decoder(scenario.model, scenario.dtype, LiveOptions("cpu"), group)
