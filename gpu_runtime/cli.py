@@ -213,7 +213,7 @@ def of_our_engine(scenario: Scenario) -> Scenario:
     if scenario.max_cudagraph_capture_size is not None:
         raise UserError(
             f"--max-cudagraph-capture-size {scenario.max_cudagraph_capture_size}: the live runtime captures graphs of "
-            "decodes, of sizes of its own; leave it out"
+            "decodes, and of pieces of iterations with prompts, of sizes of its own; leave it out"
         )
     form = scenario.cost_form or load_profile(scenario.profile, load_hardware(scenario.gpu)).form
     return replace(scenario, engine_profile=scenario.engine_profile or OURS) if form in FORMS_WITH_ENGINE else scenario

@@ -14,7 +14,7 @@ import psutil
 import torch
 
 from calib.measure.capacity import Capacity
-from gpu_runtime.model.backend import activate_flash
+from gpu_runtime.model.backend import OF_DEVICE, activate_flash
 
 REASONS = {
     0x4: "power cap", 0x8: "hardware slowdown", 0x20: "software thermal", 0x40: "hardware thermal", 0x80: "power brake"
@@ -49,6 +49,8 @@ def device_facts(device: torch.device) -> dict[str, str]:
         "cpu": cpu_name(),
         "cpus": str(os.cpu_count()),
         "cpu_threads": str(torch.get_num_threads()),
+        # That of `--attention-backend auto`: no other is timed.
+        "attention_backend": OF_DEVICE[device.type][2],
     }
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)

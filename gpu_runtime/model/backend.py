@@ -11,8 +11,8 @@ from gpu_runtime.model.config import DecoderConfig
 from sim.errors import UserError
 
 OF_DEVICE = {"cuda": ("auto", "fastest", "triton", "flashinfer"), "cpu": ("auto", "fastest", "torch")}
-"""Of `--attention-backend`; auto is triton on CUDA and torch on a CPU, never what has not been measured; the fastest is
-found when the model is there (`machine.fastest_kernels`)."""
+"""Of `--attention-backend`; auto is the third: triton on CUDA and torch on a CPU, never what has not been measured. The
+fastest is found when the model is there (`machine.fastest_kernels`)."""
 FLASHINFER_DTYPES = (torch.float16, torch.bfloat16)
 FLASHINFER_HEAD_DIMS = (64, 128, 256)
 """That its kernels are compiled for."""

@@ -241,4 +241,5 @@ def test_a_calibration_times_the_flash_attention_that_serves(gpu, monkeypatch):
     activated = {"activate": asked.append, "current": lambda: (asked or [None])[-1]}
     for verb, found in activated.items():
         monkeypatch.setattr(torch.nn.attention, f"{verb}_flash_attention_impl", found, raising=False)
-    assert machine.device_facts(CUDA)["flash_attention"] == "FA3" and asked == ["FA3"]
+    facts = machine.device_facts(CUDA)
+    assert (facts["attention_backend"], facts["flash_attention"], asked) == ("triton", "FA3", ["FA3"])
