@@ -1,7 +1,6 @@
 """What measuring asks of CUDA, and in which order, with events, streams and a driver that only pretend."""
 
 import subprocess
-from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -86,45 +85,12 @@ def test_the_device_is_timed_from_event_to_event_and_the_host_until_all_is_done(
 # -- all-reduces and graphs --------------------------------------------------------------------------------------------
 
 
-class Faults(list):
-    """What captures on a stream fail with."""
-
-    def __init__(self, stream):
-        self.stream = stream
-
-
-@pytest.fixture
-def streams(told, monkeypatch):
-    """A stream that tells what waits; a capture that does the work once, or fails as it is told."""
-    stream = SimpleNamespace(
-        device=CUDA,
-        wait_stream=lambda other: told.append(f"wait for {other}"),
-        synchronize=lambda: told.append("synchronize"),
-    )
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "current")
-    monkeypatch.setattr(torch.cuda, "stream", lambda chosen: nullcontext())
-    faults = Faults(stream)
-
-    def capture(work, chosen):
-        assert chosen is stream
-        told.append("capture")
-        if faults:
-            raise faults[0]
-        work()
-        return SimpleNamespace(replay=lambda: told.append("replay"))
-
-    monkeypatch.setattr(graphs, "capture_graph", capture)
-    return faults
-
-
-def test_what_cannot_be_captured_is_unmeasurable_and_a_lack_of_memory_is_not(told, streams):
-    streams.append(RuntimeError("operation not permitted\nmore"))
-    with pytest.raises(Unmeasurable) as caught:
-        graphs.captured(told.work, streams.stream)
+def test_what_cannot_be_captured_is_unmeasurable_and_a_lack_of_memory_is_not():
+    with pytest.raises(Unmeasurable) as caught, graphs.telling_capture():
+        raise RuntimeError("operation not permitted\nmore")
     assert str(caught.value) == "cannot be captured in a CUDA graph (operation not permitted)"
-    streams[0] = torch.OutOfMemoryError("no room")
-    with pytest.raises(torch.OutOfMemoryError):
-        graphs.captured(told.work, streams.stream)
+    with pytest.raises(torch.OutOfMemoryError), graphs.telling_capture():
+        raise torch.OutOfMemoryError("no room")
 
 
 def small_bench():
@@ -199,31 +165,26 @@ def test_a_table_that_the_pool_has_no_room_for_is_unmeasurable():
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """Two GPUs of 9 GB, 7 free; the program answers what it was asked."""
-    found = SimpleNamespace(major=8, minor=9, L2_cache_size=72 * 2**20, uuid="12-34")
+    """A GPU; the program answers what it was asked."""
+    found = SimpleNamespace(major=9, minor=0, uuid="", status=0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (7 * 10**9, 9 * 10**9))
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: f"card {index}")
-    monkeypatch.setattr(machine.psutil, "virtual_memory", lambda: SimpleNamespace(available=5 * 10**9))
+    monkeypatch.setattr(machine, "device_name", lambda kind: "card")
     monkeypatch.setattr(machine.shutil, "which", lambda name: f"/bin/{name}")
 
     def answer(command, **options):
         assert options == {"capture_output": True, "text": True, "timeout": 20.0, "check": False}
         found.command = command
-        return SimpleNamespace(returncode=found.status, stdout=found.answer)
+        return SimpleNamespace(returncode=found.status, stdout=" 555.42 \nother\n")
 
-    found.status, found.answer = 0, " 555.42 \nother\n"
     monkeypatch.setattr(machine.subprocess, "run", answer)
     return found
 
 
 def test_a_driver_that_does_not_answer_says_nothing(gpu, monkeypatch):
-    gpu.uuid = ""
-    assert machine._smi(torch.device("cuda", 3), "x") == "555.42"
-    assert gpu.command[-2:] == ["-i", "3"]
-    assert machine._smi(torch.device("cuda"), "x") == "555.42"
-    assert gpu.command[-2:] == ["-i", "0"]
+    for device, uuid, which in (("cuda:3", "", "3"), ("cuda", "", "0"), ("cuda:3", "12-34", "GPU-12-34")):
+        gpu.uuid = uuid
+        assert machine._smi(torch.device(device), "x") == "555.42"
+        assert gpu.command[-2:] == ["-i", which]
     gpu.status = 1
     assert machine._smi(CUDA, "x") == ""
     for error in (OSError("gone"), subprocess.TimeoutExpired("nvidia-smi", 20.0)):
