@@ -128,35 +128,22 @@ def test_without_attention_vidurs_products_and_what_lies_between_stand_alone(tmp
 def test_vidur_operators_are_interpolated_between_tokens(tmp_path):
     """A quarter of the way from 128 to 256 tokens: 1.5 ms, and 0.5 of attention."""
     samples, _ = imported(
-        tmp_path,
-        "True,2,80,0,1,32,32,4096,0.5,,,,",
-        "False,64,0,999,1,32,32,4096,,0.1,,,",
+        tmp_path, "True,2,80,0,1,32,32,4096,0.5,,,,", "False,64,0,999,1,32,32,4096,,0.1,,,",
         "True,1,300,0,1,32,32,4096,0.5,,,,",
-    )
+    )  # fmt: skip
     # 64 decodes stand 63/127 of the way from 1 token to 128; 300 tokens lie outside the grid.
-    expected = [0.5e-3 + (0.5 + 0.5 * 63 / 127 - 0.5) * 1e-3 + 0.1e-3, 2.0e-3]
+    decodes_s = 0.5e-3 + (0.5 + 0.5 * 63 / 127 - 0.5) * 1e-3 + 0.1e-3
     found = {(s.batch_size, s.new_tokens, s.context_tokens): s.latency_s for s in samples}
-    assert found == {
-        (64, 1, 999): pytest.approx(expected[0]),
-        (2, 80, 0): pytest.approx(expected[1]),
-    }
+    assert found == {(64, 1, 999): pytest.approx(decodes_s), (2, 80, 0): pytest.approx(2.0e-3)}
 
 
-def test_vidur_repeats_count_with_their_median_and_chunks_have_a_context(tmp_path):
+def test_vidur_repeats_count_with_their_median_and_groups_of_gpus_stand_apart(tmp_path):
+    """Chunks have a context; of four GPUs there are no operators."""
     rows = [f"true,1,128,512,1,32,32,4096,{ms},,,," for ms in (0.2, 0.9, 0.3)]
-    (sample,), _ = imported(tmp_path, *rows)
-    assert sample.latency_s == pytest.approx(1.3e-3)
-    assert (sample.repeats, sample.new_tokens, sample.context_tokens) == (3, 128, 512)
-
-
-def test_vidur_groups_of_gpus_stand_apart(tmp_path):
-    samples, _ = imported(
-        tmp_path,
-        "True,1,128,0,1,32,32,4096,0.25,,,,",
-        "True,1,128,0,2,32,32,4096,0.15,,,,",
-        "True,1,128,0,4,32,32,4096,0.05,,,,",
-    )
-    assert [(s.tp, s.latency_s) for s in samples] == [(1, pytest.approx(1.25e-3)), (2, pytest.approx(0.75e-3))]
+    rows += [f"True,1,128,0,{tp},32,32,4096,0.15,,,," for tp in (2, 4)]
+    samples, _ = imported(tmp_path, *rows)
+    assert [(s.tp, s.repeats, s.new_tokens, s.context_tokens) for s in samples] == [(1, 3, 128, 512), (2, 1, 128, 0)]
+    assert [s.latency_s for s in samples] == pytest.approx([1.3e-3, 0.75e-3])
 
 
 def test_vidur_all_reduces_are_medians_by_group_and_size(tmp_path):
@@ -570,15 +557,11 @@ def test_what_the_tables_do_not_have_is_refused(tables, options, message):
 
 
 @pytest.mark.parametrize(
-    ("place", "column"),
-    [
-        ("gemm/vllm/0.10.0/gemm_perf.parquet", "latency"),
-        ("comm/nccl/2.20.5/nccl_perf.parquet", "num_gpus"),
-    ],
+    ("place", "column"), [("gemm/vllm/0.10.0/gemm_perf", "latency"), ("comm/nccl/2.20.5/nccl_perf", "num_gpus")]
 )
 def test_a_column_missing_from_the_tables_is_named(tables, place, column):
     parquet = pytest.importorskip("pyarrow.parquet")
-    path = tables / "a100_sxm" / place
+    path = tables / "a100_sxm" / f"{place}.parquet"
     parquet.write_table(parquet.read_table(path).drop_columns([column]), path)
     with pytest.raises(UserError) as caught:
         composed(tables)

@@ -50,7 +50,7 @@ def test_the_first_start_is_remembered(path):
     assert (log.header.begun, log.header.limits) == ("2026-01-02T03:04:05Z", GPU)
 
 
-@pytest.mark.parametrize("half", [b'{"line":"point","point":{"op":"h2d","num_by', b"\xff\xfe"])
+@pytest.mark.parametrize("half", [b'{"line":"skipped","point":{"op":"h2d"},"reason":"' + 500 * b"long", b"\xff\xfe"])
 def test_a_half_written_line_is_dropped(path, half):
     whole = path.read_bytes()
     path.write_bytes(whole + half)

@@ -68,13 +68,6 @@ def test_preempted_requests_have_a_span_while_they_are_away():
     assert {"queue", "prefill", "decode", "preempted", "recompute"} <= names
 
 
-def test_counters_are_in_whole_blocks_whatever_the_pool_counts():
-    for policy in ("vllm-recompute", "layerkv"):
-        events = timeline_events(finished(policy, KEPT, options_for(policy)))
-        free = [e["args"]["gpu_free_blocks"] for e in events if e["ph"] == "C" and e["name"] == "gpu_free_blocks"]
-        assert 0 <= min(free) < max(free) <= 120
-
-
 def run_words(folder, *words, policy="vllm-recompute"):
     given = ["--workload", "sharegpt", "--num-prompts", "40", "--request-rate", "20", "--max-model-len", "1024"]
     given += ["--num-gpu-blocks-override", "120", "--num-cpu-blocks-override", "600", "--seed", "1", "--quiet"]
@@ -125,15 +118,14 @@ def test_without_a_timeline_it_says_which_flag_keeps_one(tmp_path, capsys):
     assert "Its TTFT of" in text
 
 
-@pytest.mark.parametrize("words", [("--request", "40"), ("--request", "-1")])
-def test_unknown_requests_are_refused(kept, capsys, words):
-    assert kvtwin.main(["explain", str(kept), *words]) == 2
-    assert "ids are 0 to 39" in capsys.readouterr().err
-
-
-def test_a_folder_without_a_run_is_refused(tmp_path, capsys):
-    assert kvtwin.main(["explain", str(tmp_path), "--request", "0"]) == 2
-    assert "no result.json" in capsys.readouterr().err
+def test_unknown_requests_and_a_folder_without_a_run_are_refused(kept, tmp_path, capsys):
+    for folder, request, told in (
+        (kept, 40, "ids are 0 to 39"),
+        (kept, -1, "ids are 0 to 39"),
+        (tmp_path, 0, "no resu"),
+    ):
+        assert kvtwin.main(["explain", str(folder), "--request", str(request)]) == 2
+        assert told in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -347,18 +347,9 @@ def test_a_servers_row_is_in_the_file_when_its_request_has_ended(tmp_path):
 def test_rows_are_written_in_order_as_soon_as_they_can_be(tmp_path):
     table = InOrder(CsvTable(path := tmp_path / "t.csv", ["id"]))
     table._table.write = (written := []).append
-    for number, expected in (
-        (1, []),
-        (0, [0, 1]),
-        (4, [0, 1]),
-        (3, [0, 1]),
-        (2, [0, 1, 2, 3, 4]),
-        (9, None),
-        (7, None),
-    ):
+    for number, expected in ((1, []), (0, [0, 1]), (4, [0, 1]), (3, [0, 1]), (2, [*range(5)]), (9, None), (7, None)):
         table.write((number,))
-        if expected is not None:
-            assert [row[0] for row in written] == expected
+        assert expected in (None, [row[0] for row in written])
     table.close()
     # What never ended is left out.
     assert [row[0] for row in written] == [0, 1, 2, 3, 4, 7, 9]
@@ -456,10 +447,8 @@ def test_past_the_limit_the_arrays_go_and_the_result_says_so(tmp_path, monkeypat
     monkeypatch.setattr(metrics, "ARRAY_LIMIT", 4)
     short = simulate(tmp_path, rows, "--save-detailed", "--timeline")
     arrays = {name for name, value in whole.items() if isinstance(value, list) and name != "warnings"}
-    assert arrays == {"request_ids", "start_times", "input_lens", "output_lens", "queue_times", "ttfts"} | {
-        "latencies",
-        "errors",
-    }
+    names = {"request_ids", "start_times", "input_lens", "output_lens", "queue_times", "ttfts", "latencies", "errors"}
+    assert arrays == names
     assert "100000 requests" in short.pop("per_request")
     assert sum(short.pop("latency_parts").values()) == pytest.approx(short["mean_e2el_ms"] / 1e3)
     assert short == {name: value for name, value in whole.items() if name not in arrays}
@@ -471,17 +460,8 @@ def files_of(folder):
 
 
 def test_the_same_scenario_gives_the_same_bytes_in_another_process(tmp_path):
-    words = [
-        "--workload",
-        "sharegpt",
-        "--num-prompts",
-        "60",
-        "--request-rate",
-        "20",
-        "--num-gpu-blocks-override",
-        "200",
-    ]
-    words += ["--save-detailed", "--timeline", "--quiet", "--policy", "layerkv", "--layerkv-predictor", "bucket"]
+    words = "--workload sharegpt --num-prompts 60 --request-rate 20 --num-gpu-blocks-override 200 --save-detailed"
+    words = [*words.split(), "--timeline", "--quiet", "--policy", "layerkv", "--layerkv-predictor", "bucket"]
     assert kvtwin.main(["run", *words, "--out", str(tmp_path / "a")]) == 0
     # Other hashes and other addresses: an order that hangs on either would show.
     command = [sys.executable, "-m", "kvtwin", "run", *words, "--out", str(tmp_path / "b")]
