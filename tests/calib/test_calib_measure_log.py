@@ -58,7 +58,7 @@ def test_a_half_written_line_is_dropped(path, half):
     other = Point(op="h2d", num_bytes=8192)
     log.add(Measured(other, [2e-6]))
     log.close()
-    assert path.read_bytes().startswith(whole + b'{"line":"point"')
+    assert path.read_bytes().startswith(whole + b'{"line":"point"') and path.read_bytes().endswith(b"}\n")
     assert opened(path).measured == {COPY: [1e-6, 3e-6], other: [2e-6]}
 
 
