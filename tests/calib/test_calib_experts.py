@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from experts_report import as_dense_s, error, experts_table, signed, simulated_s
 from msgspec import structs
+from parquet_small import put
 
 from calib.experts import (
     WEIGHT_BYTES,
@@ -112,11 +113,8 @@ def row(**changes):
 
 
 def imported(tmp_path, rows, system="h100_sxm"):
-    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     for version, found in (("0.9.0", [row(latency=9.0)]), ("0.10.0", rows)):
-        path = tmp_path / system / "moe" / "vllm" / version / "moe_perf.parquet"
-        path.parent.mkdir(parents=True)
-        parquet.write_table(pyarrow.Table.from_pylist(found), path)
+        put(tmp_path / system, f"moe/vllm/{version}/moe_perf.parquet", found)
     return import_experts(tmp_path / system)
 
 

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 from msgspec import structs
+from parquet_small import put
 
 from calib.gdn import GdnSample, GdnTerms, fit_gdn, predict_gdn_s
 from calib.importers.aiconfigurator_gdn import import_gdn
@@ -91,11 +92,8 @@ def rows(phase, latencies, **changes):
 
 
 def imported(tmp_path, found):
-    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     for version, table in (("0.9.0", rows("generation", (9.0, 9.0))), ("0.10.0", found)):
-        path = tmp_path / "linear_attention" / "vllm" / version / "gdn_perf.parquet"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        parquet.write_table(pyarrow.Table.from_pylist(table), path)
+        put(tmp_path, f"linear_attention/vllm/{version}/gdn_perf.parquet", table)
     return import_gdn(tmp_path)
 
 

@@ -4,6 +4,7 @@ from importlib.util import find_spec
 
 import msgspec
 import pytest
+from parquet_small import put
 
 import kvtwin
 from calib.cli import DATA
@@ -258,13 +259,15 @@ def nccl_row(gpus, num_bytes, ms, **other):
     return {**row, **other}
 
 
-def put(folder, place, rows):
-    pyarrow = pytest.importorskip("pyarrow")
-    parquet = pytest.importorskip("pyarrow.parquet")
-    path = folder / place
-    path.parent.mkdir(parents=True, exist_ok=True)
-    parquet.write_table(pyarrow.Table.from_pylist(rows), path)
-    return path
+def put_gemms(root, rows):
+    """The same rows of all three collectors."""
+    for collector in ("sglang/0.5.0", "vllm/0.10.0", "trtllm/1.0.0"):
+        put(root, f"gemm/{collector}/gemm_perf.parquet", rows)
+
+
+def put_attention(root, prompts, decodes, engine="vllm"):
+    put(root, f"attention/{engine}/1.2.0/context_attention_perf.parquet", prompts)
+    put(root, f"attention/{engine}/1.2.0/generation_attention_perf.parquet", decodes)
 
 
 @pytest.fixture
@@ -300,8 +303,7 @@ def tables(tmp_path):
             attention_row(64, 1, 1023, 1000 * ms, window_size=0),
             attention_row(64, 1, 1023, 2000 * ms, window_size=0, kv_cache_dtype="fp8"),
         ]
-        put(root, f"attention/{engine}/1.2.0/context_attention_perf.parquet", prompts)
-        put(root, f"attention/{engine}/1.2.0/generation_attention_perf.parquet", decodes)
+        put_attention(root, prompts, decodes, engine)
     reduces = [
         nccl_row(2, 8192, 0.01),
         nccl_row(4, 1 << 28, 2.0),
@@ -386,13 +388,9 @@ def test_an_engines_own_all_reduces_are_taken_before_nccls(tables):
     common = {"num_gpus": 2, "message_size": 8192, "latency": 0.004}
     rows = [{**common, "backend": "vllm_graph"}, {**common, "backend": "vllm_eager", "latency": 0.02}]
     put(tables / "a100_sxm", "comm/vllm/0.24.0/custom_allreduce_perf.parquet", rows)
-    for engine, seconds, source in (
-        ("vllm", [4e-6], "vllm 0.24.0, in CUDA graphs"),
-        ("sglang", [1e-5, 2e-3], "NCCL 2.20.5, half precision"),
-    ):
-        samples, provenance = composed(tables, engine=engine)
-        assert [s.latency_s for s in samples if s.op == "all_reduce"] == pytest.approx(seconds)
-        assert provenance["all_reduce"] == source
+    samples, provenance = composed(tables)
+    assert [s.latency_s for s in samples if s.op == "all_reduce"] == pytest.approx([4e-6])
+    assert provenance["all_reduce"] == "vllm 0.24.0, in CUDA graphs"
 
 
 def test_what_vllm_fuses_with_norms_is_reduced_by_tensorrts_kernel(tables):
@@ -416,11 +414,14 @@ def test_what_vllm_fuses_with_norms_is_reduced_by_tensorrts_kernel(tables):
 
 @pytest.mark.parametrize(("system", "engine"), [("h100_sxm", "sglang"), ("a100_sxm", "vllm")])
 def test_nothing_else_is_fused_with_norms(tables, system, engine):
-    """Other engines do not, and vLLM not on this GPU: NCCL's all-reduces are all there are."""
+    """Other engines do not, nor have they vLLM's kernels, and vLLM not on this GPU: NCCL's are all there are."""
     if system != "a100_sxm":
         (tables / "a100_sxm").rename(tables / system)
     fused = [{"num_gpus": 2, "message_size": 1 << 20, "latency": 0.01, "implementation": "trtllm"}]
     put(tables / system, "comm/trtllm/1.3.0/custom_allreduce_perf.parquet", fused)
+    if engine == "sglang":
+        own = [{"num_gpus": 2, "message_size": 8192, "latency": 0.004, "backend": "vllm_graph"}]
+        put(tables / system, "comm/vllm/0.24.0/custom_allreduce_perf.parquet", own)
     samples, provenance = composed(tables, system=system, engine=engine)
     assert [s.latency_s for s in samples if s.op == "all_reduce"] == pytest.approx([1e-5, 2e-3])
     assert provenance["all_reduce"] == "NCCL 2.20.5, half precision"
@@ -429,13 +430,10 @@ def test_nothing_else_is_fused_with_norms(tables, system, engine):
 def test_prompts_too_short_and_batches_too_large_are_no_samples(tables):
     """Of 64 and 1,024 rows too: prompts from 128 tokens on, 512 decodes at most, after 127 tokens at least."""
     root = tables / "a100_sxm"
-    for collector in ("sglang/0.5.0", "vllm/0.10.0", "trtllm/1.0.0"):
-        rows = [{**row, "m": m} for row in gemm_rows(0.0) for m in (64, 127, 128, 512, 513)]
-        put(root, f"gemm/{collector}/gemm_perf.parquet", rows)
+    put_gemms(root, [{**row, "m": m} for row in gemm_rows(0.0) for m in (64, 127, 128, 512, 513)])
     prompts = [attention_row(1, n, 0, 0.05) for n in (64, 127, 128)]
     decodes = [attention_row(b, 1, c, 0.05) for b in (512, 513) for c in (126, 127)]
-    put(root, "attention/vllm/1.2.0/context_attention_perf.parquet", prompts)
-    put(root, "attention/vllm/1.2.0/generation_attention_perf.parquet", decodes)
+    put_attention(root, prompts, decodes)
     samples, _ = composed(tables)
     found = [(s.batch_size, s.new_tokens, s.context_tokens) for s in samples if s.op == "products"]
     assert found == [(1, 128, 0), (512, 1, 127)]
@@ -473,12 +471,9 @@ def test_a_model_without_a_gate_has_one_matrix_into_its_mlp(tables, tmp_path):
         '"do_layer_norm_before": true, "tie_word_embeddings": true, "torch_dtype": "float16"}'
     )
     root = tables / "a100_sxm"
-    rows = [*gemm_rows(0.0), gemm_row(128, 12288, 4096, 0.4)]
-    for collector in ("sglang/0.5.0", "vllm/0.10.0", "trtllm/1.0.0"):
-        put(root, f"gemm/{collector}/gemm_perf.parquet", rows)
+    put_gemms(root, [*gemm_rows(0.0), gemm_row(128, 12288, 4096, 0.4)])
     heads = {"num_key_value_heads": 32}
-    put(root, "attention/vllm/1.2.0/context_attention_perf.parquet", [attention_row(1, 128, 0, 0.05, **heads)])
-    put(root, "attention/vllm/1.2.0/generation_attention_perf.parquet", [attention_row(8, 1, 500, 0.05, **heads)])
+    put_attention(root, [attention_row(1, 128, 0, 0.05, **heads)], [attention_row(8, 1, 500, 0.05, **heads)])
     samples, _ = composed(tables, models=[str(config)])
     # QKV of 12288 columns 0.4, output 0.06, into the MLP 0.4, out of it 0.2 and attention 0.05.
     assert [s.latency_s for s in samples if s.op == "products"] == [pytest.approx(1.11e-3)]
@@ -495,14 +490,12 @@ def test_the_command_composes_fits_and_writes(tables, tmp_path, monkeypatch, cap
         for m in sizes
         for n, k in GEMMS
     ]
-    for collector in ("sglang/0.5.0", "vllm/0.10.0", "trtllm/1.0.0"):
-        put(root, f"gemm/{collector}/gemm_perf.parquet", rows)
+    put_gemms(root, rows)
     prompts = [attention_row(1, n, 0, 1e3 * n * (n + 1) / 2 * 4 * 4096 / 1e14) for n in sizes[4:]]
     decodes = [
         attention_row(b, 1, c, 1e3 * b * (c + 1) * 4096 / 1e12) for b in sizes[:5] for c in (127, 1023, 8191, 32767)
     ]
-    put(root, "attention/vllm/1.2.0/context_attention_perf.parquet", prompts)
-    put(root, "attention/vllm/1.2.0/generation_attention_perf.parquet", decodes)
+    put_attention(root, prompts, decodes)
     reduces = [
         nccl_row(g, n, 1e3 * 2 * (g - 1) * (5e-6 + n / g / 1e11))
         for g in (2, 4, 8)

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from calibration_tables import as_other_attention_s
 from msgspec import structs
+from parquet_small import put
 
 from calib.importers.aiconfigurator_latents import import_latents
 from calib.latents import (
@@ -102,13 +103,9 @@ def row(**changes):
 
 
 def imported(tmp_path, decodes, prefills, system="h100_sxm"):
-    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-    for version, rows in (("0.9.0", [row(latency=9.0)] * 2), ("0.10.0", [decodes, prefills])):
+    for version, rows in (("0.9.0", [[row(latency=9.0)]] * 2), ("0.10.0", [decodes, prefills])):
         for name, found in zip(("generation", "context"), rows, strict=True):
-            path = tmp_path / system / "mla" / "vllm" / version / f"mla_{name}_module_perf.parquet"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            table = found if isinstance(found, list) else [found]
-            parquet.write_table(pyarrow.Table.from_pylist(table), path)
+            put(tmp_path / system, f"mla/vllm/{version}/mla_{name}_module_perf.parquet", found)
     return import_latents(tmp_path / system)
 
 
