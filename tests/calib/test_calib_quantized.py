@@ -76,33 +76,21 @@ def values(found):
 
 
 def test_weights_of_a_byte_are_read_and_activations_of_two():
-    plain, quantised = (
-        terms([Sample(op="linear", latency_s=1.0, model="llama-2-7b", new_tokens=7, quantization=q)])
-        for q in ("", "fp8")
-    )
-    assert quantised.weight_bytes == pytest.approx(plain.weight_bytes / 2)
-    assert quantised.activation_bytes == pytest.approx(plain.activation_bytes)
-    assert quantised.linear_flops == pytest.approx(plain.linear_flops)
-
-
-def test_inputs_of_products_are_read_in_two_bytes_and_written_in_one():
-    """Llama-2 70B on four GPUs: 8,192 into attention and into the MLP, 2,048 out of 16 heads, 7,168 of the MLP."""
-    found = terms(
-        [
-            Sample(op="linear", latency_s=1.0, model="llama-2-70b", tp=4, new_tokens=10, quantization=q)
-            for q in ("fp8", "")
-        ]
-    )
-    assert found.quantized_bytes == pytest.approx([3 * 10 * (2 * 8192 + 2048 + 7168), 0.0])
+    """Llama-2 70B on four GPUs; inputs of products are read in two bytes and written in one: 8,192 into attention and
+    into the MLP, 2,048 out of 16 heads, 7,168 of the MLP."""
+    given = {"op": "linear", "latency_s": 1.0, "model": "llama-2-70b", "tp": 4, "new_tokens": 10}
+    found = terms([Sample(**given), Sample(**given, quantization="fp8")])
+    assert found.weight_bytes[1] == pytest.approx(found.weight_bytes[0] / 2)
+    assert found.activation_bytes[1] == pytest.approx(found.activation_bytes[0])
+    assert found.linear_flops[1] == pytest.approx(found.linear_flops[0])
+    assert found.quantized_bytes == pytest.approx([0.0, 3 * 10 * (2 * 8192 + 2048 + 7168)])
 
 
 def test_fp8_kv_is_a_byte_an_element_in_reading_and_padding():
-    plain, small = (
-        terms([Sample(op="products", latency_s=1.0, model="llama-2-7b", new_tokens=1, context_tokens=99, **kv)])
-        for kv in ({}, {"kv_cache_dtype": "fp8"})
-    )
-    assert (small.kv_bytes, small.padding_bytes) == (plain.kv_bytes / 2, plain.padding_bytes / 2)
-    assert small.weight_bytes == plain.weight_bytes
+    given = {"op": "products", "latency_s": 1.0, "model": "llama-2-7b", "new_tokens": 1, "context_tokens": 99}
+    found = terms([Sample(**given), Sample(**given, kv_cache_dtype="fp8")])
+    assert (found.kv_bytes[1], found.padding_bytes[1]) == (found.kv_bytes[0] / 2, found.padding_bytes[0] / 2)
+    assert found.weight_bytes[1] == found.weight_bytes[0]
 
 
 def test_exact_products_alone_give_rates_and_exponent_back_and_leave_the_overhead():
