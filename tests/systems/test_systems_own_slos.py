@@ -3,16 +3,13 @@
 import numpy as np
 import pytest
 
+import kvtwin
 from kvtwin.testing import limits, linear_machine, requests, simulate
-from sim.options.policies import parse_policy
 from sim.options.scenario import Scenario
 from sim.results.goodput import Goodput
 from sim.results.metrics import RequestLog
 from sim.results.report import OWN, run_lines
-from sim.results.result import assemble
-from sim.run.prepare import prepare
-from sim.run.simulate import build_run, execute_all
-from sim.run.traffic import traffic
+from sim.results.schema import Result
 from sim.systems.adaptive.preset import Adaptive
 from sim.systems.adaptive.triage import Triage
 from sim.systems.vllm_v1 import VllmV1
@@ -75,10 +72,7 @@ def test_more_are_good_when_each_ones_own_are_kept_than_when_all_are_kept_alike(
 @pytest.mark.parametrize(("tight_share", "kept_s"), [(0.02, 0.1), (0.98, 0.03)])
 def test_the_pace_is_that_which_most_can_be_good_at(tight_share, kept_s):
     """A few in a hurry do not slow down everybody else, and many do."""
-    outcome = simulate(
-        Adaptive(ttft_slo_ms=2000.0, tpot_slo_ms=100.0), crowd(tight_share), ROOM, machine=MACHINE, goodput=SLO
-    )
-    order = outcome.scheduler.order
+    order = simulate(TOLD, crowd(tight_share), ROOM, machine=MACHINE, goodput=SLO).scheduler.order
     assert isinstance(order, Triage)
     assert order.kept_tpot_s == kept_s
 
@@ -108,17 +102,19 @@ def test_refusing_ends_soon_after_the_last_arrival():
     assert refuses.rate(refuses.good) > waits.rate(waits.good)
 
 
+def run_of(tmp_path, rows: list[tuple[int | float, str]], policy: str, goodput: tuple[str, ...] = ()) -> Result:
+    """Of a trace of prompts of 2,000 tokens: when each comes, and its SLOs."""
+    path = tmp_path / "t.csv"
+    lines = (f"{at_s},2000,20,{slos}\n" for at_s, slos in rows)
+    path.write_text("arrival_s,prompt_tokens,output_tokens,slos\n" + "".join(lines))
+    scenario = Scenario(trace=str(path), model="llama-2-7b", gpu="l20", goodput=goodput)
+    return kvtwin.simulate(scenario, policy).result
+
+
 def test_a_result_tells_classes_and_what_was_rejected(tmp_path):
     """From the trace's column to the report; a policy that keeps all alike says so."""
-    path = tmp_path / "t.csv"
-    rows = [f"{0.01 * i},2000,20,{'ttft:200 tpot:30' if i % 3 else ''}\n" for i in range(90)]
-    path.write_text("arrival_s,prompt_tokens,output_tokens,slos\n" + "".join(rows))
-    scenario = Scenario(trace=str(path), model="llama-2-7b", gpu="l20", goodput=("ttft:9000",))
-    found = {}
-    for text in ("adaptive:late=refuse", "layerkv"):
-        setup = prepare(scenario, *parse_policy(text, {}))
-        found[text] = assemble(execute_all(build_run(setup, traffic(scenario))))
-    refusing, other = found.values()
+    rows = [(0.01 * i, "ttft:200 tpot:30" if i % 3 else "") for i in range(90)]
+    refusing, other = (run_of(tmp_path, rows, text, ("ttft:9000",)) for text in ("adaptive:late=refuse", "layerkv"))
     hurried, rest = refusing.slo_classes
     assert (hurried.slos, hurried.num_prompts) == ("ttft:200 tpot:30", 60)
     assert (rest.slos, rest.num_prompts) == ("--goodput", 30)
@@ -132,13 +128,7 @@ def test_a_result_tells_classes_and_what_was_rejected(tmp_path):
 
 def test_without_goodput_those_that_name_no_slos_have_none(tmp_path):
     """All of them are good: a class of its own name, not that of an option nobody gave."""
-    path = tmp_path / "t.csv"
-    rows = [f"{i},200,20,{'' if i % 3 else 'ttft:0.001'}\n" for i in range(9)]
-    path.write_text("arrival_s,prompt_tokens,output_tokens,slos\n" + "".join(rows))
-    setup = prepare(Scenario(trace=str(path), model="llama-2-7b", gpu="l20"), *parse_policy("vllm-v1", {}))
-    result = assemble(execute_all(build_run(setup, traffic(setup.scenario))))
-    assert [(one.slos, one.num_prompts, one.good) for one in result.slo_classes] == [
-        ("none", 6, 6),
-        ("ttft:0.001", 3, 0),
-    ]
+    result = run_of(tmp_path, [(10 * i, "" if i % 3 else "ttft:0.001") for i in range(9)], "vllm-v1")
+    classes = [(one.slos, one.num_prompts, one.good) for one in result.slo_classes]
+    assert classes == [("none", 6, 6), ("ttft:0.001", 3, 0)]
     assert any(line.split(":", 1)[-1].strip() == OWN for line in run_lines(result, tmp_path))
