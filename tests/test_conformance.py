@@ -89,6 +89,8 @@ MIXES = [
     "fastertransformer:memory=paged",
     "sarathi:batching=unified",
     "vllm-recompute:order=priority",
+    "vllm-v1:order=shortest-prefill",
+    "vllm-swap:memory=kept-copies",
     "vllm-recompute:batching=sglang",
     "sarathi:memory=radix,order=lpm",
     "vllm-v1:order=lpm",

@@ -215,8 +215,12 @@ class UnifiedSpeculative(Unified):
     # -- afterwards --------------------------------------------------------------------------------------------------
 
     def accepted(self, plan: IterationPlan) -> None:
+        batch, memory, told = self.batch, self.paged, plan.taken or {}
+        # A client may have left since: nothing comes behind the last token.
+        taken = {seq: min(count, seq.output_tokens - batch.num_generated_of(seq)) for seq, count in told.items()}
+        if plan.taken is not None:
+            plan.taken = taken
         # The next step may hit what this one has filled, sequence by sequence.
-        batch, memory, taken = self.batch, self.paged, plan.taken or {}
         whole = {chunk.seq for chunk in plan.chunks if chunk.num_cached + chunk.num_new == chunk.seq.num_tokens}
         for seq in self._scheduled:
             if seq in taken:
