@@ -132,6 +132,8 @@ def test_points_come_from_graphs_where_the_runtime_makes_these(quick):
     # Decodes beside a prompt count, too.
     beside = {(p.new_tokens + p.draw, p.decodes): p.graph for p in others if p.decodes}
     assert beside.items() >= ({(256, 32): 2, (512, 8): 0} if quick else {(256, 128): 2, (1024, 8): 0}).items()
+    # What the report's column of mixed iterations is filled from.
+    assert {p for p in points if p.sample([1.0]).is_mixed} == {p for p in others if p.decodes}
 
 
 def test_a_cpu_has_no_graphs_and_no_all_reduces_and_skips_what_is_slow():
