@@ -148,6 +148,7 @@ figures() {
 }
 
 calibrate() {
+    # Without --lock-clocks: the device may be borrowed, and its settings are not ours.
     "$python" -m kvtwin calibrate --device "$device" --model "$model" --quick --name session --out "$work/calibration"
 }
 

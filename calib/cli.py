@@ -68,6 +68,15 @@ def add_calibrate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quick", action="store_true", help="fewer shapes and repeats: under a minute")
     parser.add_argument("--dtype", choices=("float32", "float16", "bfloat16"), help="of weights and KV cache")
     parser.add_argument("--seed", type=int, default=0, help="of the random weights and inputs (%(default)s)")
+    parser.add_argument(
+        "--lock-clocks",
+        type=int,
+        nargs="?",
+        const=0,
+        metavar="MHZ",
+        help="hold the GPU's graphics clock while measuring (nvidia-smi -lgc, as root), by default at the one that the "
+        "driver computes at, and release it at the end; without the flag no setting is touched",
+    )
     parser.add_argument("--gpu", metavar="NAME", help="spec of the GPU (default: told by its name), or a file")
     parser.add_argument("--base", metavar="PROFILE", help="profile to complete what cannot be measured here")
     parser.add_argument("--name", help="name of the profile (default: <gpu>-measured)")
@@ -281,7 +290,15 @@ def run_calibrate(arguments: argparse.Namespace) -> int:
     name = profile_name(arguments, hardware, "measured")
     form = arguments.form or ("linear" if arguments.device == "cpu" and len(models) == 1 else "roofline")
     with owning(out):
-        calibrate(arguments.device, models, out, quick=arguments.quick, dtype=arguments.dtype, seed=arguments.seed)
+        calibrate(
+            arguments.device,
+            models,
+            out,
+            quick=arguments.quick,
+            dtype=arguments.dtype,
+            seed=arguments.seed,
+            lock_mhz=arguments.lock_clocks,
+        )
         return write_report(fit_samples([out / SAMPLES_FILE], hardware, arguments.base, name, "measured", form), out)
 
 

@@ -1,10 +1,13 @@
-"""The machine as torch and the driver describe it: names, versions, limits, clocks under load."""
+"""The machine as torch and the driver describe it: names, versions, limits, clocks under load, and locking these."""
 
 import csv
 import os
 import platform
 import shutil
 import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from math import ceil
 from pathlib import Path
@@ -15,6 +18,7 @@ import torch
 
 from calib.measure.capacity import Capacity
 from gpu_runtime.model.backend import OF_DEVICE, activate_flash
+from sim.errors import UserError
 
 REASONS = {
     0x4: "power cap", 0x8: "hardware slowdown", 0x20: "software thermal", 0x40: "hardware thermal", 0x80: "power brake"
@@ -30,6 +34,9 @@ LOAD_SIZE = {"cuda": 8192, "cpu": 512}
 PRODUCTS = {"cuda": 5, "cpu": 50}
 """How many products the best is of; on a CPU others take turns."""
 SMI_TIMEOUT_S = 20.0
+PLAIN = "--format=csv,noheader,nounits"
+DEFAULT_CLOCK = "clocks.default_applications.graphics"
+"""Field of nvidia-smi: MHz that the driver computes at by default. The highest clock is no choice: few hold it."""
 CPU_CACHE_BYTES = 32 * 2**20
 CPU_RATES = (2e10, 5e9)
 CUDA_RATES = (2e13, 2e11)
@@ -151,19 +158,65 @@ def _clocks(device: torch.device) -> dict[str, str | float]:
     return found
 
 
+@contextmanager
+def locked_clocks(device: torch.device, mhz: int | None) -> Iterator[str]:
+    """Hold the graphics clock of a GPU within; yields how the clocks are, for the provenance.
+
+    What cannot be locked is said on standard error, and stays as it is.
+
+    Args:
+        device: a GPU, alone: others keep their clocks.
+        mhz: the clock; 0: the GPU's default; None: no setting is touched.
+
+    Raises:
+        UserError: `device` is a CPU, or the clock is negative.
+    """
+    if mhz is None:
+        yield "not locked"
+        return
+    if device.type == "cpu" or mhz < 0:
+        wrong = "a CPU's cannot be locked: leave it out" if mhz >= 0 else f"{mhz} is no clock in MHz: give one above 0"
+        raise UserError(f"--lock-clocks: {wrong}")
+    works, told = (True, str(mhz)) if mhz else _ask(device, f"--query-gpu={DEFAULT_CLOCK}", PLAIN)
+    if works and not told.isdigit():
+        works, told = False, f"the GPU tells no default clock ({told}): give --lock-clocks MHZ"
+    clock, may_be_locked = told, works
+    try:
+        if works:
+            works, told = _ask(device, "-lgc", f"{clock},{clock}")
+            # It ends with 0 where the GPU cannot.
+            works = works and "not supported" not in told
+            # Refused, a lock of before is still another's; too late an answer leaves it open.
+            may_be_locked = works or "timed out" in told
+        if not works:
+            print(f"--lock-clocks: not locked, clocks stay as they are: {told}", file=sys.stderr)
+        yield f"locked at {clock} MHz" if works else "not locked"
+    finally:
+        # An interrupt may have come before it answered.
+        if may_be_locked:
+            released, told = _ask(device, "-rgc")
+            if works and not released:
+                print(f"--lock-clocks: still locked, run nvidia-smi -rgc yourself: {told}", file=sys.stderr)
+
+
 def _smi(device: torch.device, fields: str) -> str:
     """One line of nvidia-smi for a device; empty where it cannot be had."""
+    works, told = _ask(device, f"--query-gpu={fields}", PLAIN)
+    return told if works else ""
+
+
+def _ask(device: torch.device, *words: str) -> tuple[bool, str]:
+    """Whether nvidia-smi did for a device what it was asked for, and the first line that it, or the failure, told."""
     program = shutil.which("nvidia-smi")
     if not program:
-        return ""
+        return False, "nvidia-smi is not installed"
     index = device.index or 0
     uuid = str(getattr(torch.cuda.get_device_properties(index), "uuid", ""))
     # CUDA counts only the devices it may see, nvidia-smi all.
     which = (f"GPU-{uuid.removeprefix('GPU-')}") if uuid else str(index)
-    command = [program, f"--query-gpu={fields}", "--format=csv,noheader,nounits", "-i", which]
+    command = [program, *words, "-i", which]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=SMI_TIMEOUT_S, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    lines = done.stdout.strip().splitlines()
-    return lines[0].strip() if done.returncode == 0 and lines else ""
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return False, str(error)
+    return done.returncode == 0, (done.stdout or done.stderr).strip().partition("\n")[0].strip()

@@ -1,7 +1,7 @@
 """`Readings`: clocks, temperature, power and link of a GPU, read through NVML in less than a millisecond.
 
 Read while a point is measured, a few times a second, and when its last repeat has ended: the GPU has not had the time
-to clock down yet. Clocks are not locked: a served GPU's are not, and the setting is the machine's.
+to clock down yet. Clocks are not locked unless asked for: a served GPU's are not, and the setting is the machine's.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

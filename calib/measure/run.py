@@ -5,6 +5,7 @@ import json
 import re
 import sys
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -71,6 +72,7 @@ def calibrate(
     dtype: str | None = None,
     seed: int = 0,
     ops: Sequence[str] | None = None,
+    lock_mhz: int | None = None,
 ) -> list[Sample]:
     """Measure layers, copies and overlaps; write `samples.csv`, `provenance.json` and `points.jsonl` to a folder.
 
@@ -82,6 +84,7 @@ def calibrate(
         dtype: of weights and KV cache; None: bfloat16 or float16 on CUDA, whichever it computes, float32 on a CPU.
         seed: of random weights, inputs and block tables.
         ops: measure only these keys of `OPS`; None: all.
+        lock_mhz: graphics clock at which the first GPU is held while measuring; 0: its default; None: none is locked.
 
     Raises:
         UserError: no such device, no torch, a model the runtime does not compute, a folder with other measurements.
@@ -106,8 +109,11 @@ def calibrate(
         "ops": ", ".join(ops) if ops else "all",
     }
     make_folder(out, "--out")
-    log = PointLog(out / LOG, Header(settings, machine.capacity_of(place), machine.now_utc()))
-    try:
+    begun, limits = machine.now_utc(), machine.capacity_of(place)
+    with (
+        machine.locked_clocks(place, lock_mhz) as clocks,
+        closing(PointLog(out / LOG, Header(settings | {"clocks": clocks}, limits, begun))) as log,
+    ):
         _keep_configs(found, out)
         specs = {model.name: model.spec for model in found}
         plan = make_plan(specs, log.header.limits, quick=quick, element_bytes=kind.itemsize, ops=ops)
@@ -122,8 +128,6 @@ def calibrate(
                 _measure(bench, plan, log, Readings(place), quick)
             log.add(Note(machine.now_utc(), machine.state_under_load(place, kind)))
         return _write(log, plan, device, out)
-    finally:
-        log.close()
 
 
 def _check_arguments(device: str, models: Sequence[str], dtype: str | None, ops: Sequence[str] | None) -> None:

@@ -282,11 +282,14 @@ def test_calibrate_measures_and_fits(capsys, calibrated, tmp_path, undrawn):
     """The GPU by the name that CUDA gives it; a CPU needs none."""
     words = ["calibrate", "--device", "cuda", "--model", "llama-2-7b", "--model", "llama-3.1-8b", "--out", tmp_path]
     assert attempt(capsys, *words, "--quick", "--seed", "5")[0] == 0
-    assert calibrated == [("cuda", ["llama-2-7b", "llama-3.1-8b"], {"quick": True, "dtype": None, "seed": 5})]
+    options = {"quick": True, "dtype": None, "seed": 5, "lock_mhz": None}
+    assert calibrated == [("cuda", ["llama-2-7b", "llama-3.1-8b"], options)]
     profile = read_profile(tmp_path / "a100-80g-measured.json")
     assert (profile.gpu, profile.status, profile.form) == ("a100-80g", "measured", "roofline")
-    assert attempt(capsys, *words, "--gpu", "a100-40g", "--dtype", "float16", "--name", "mine")[0] == 0
-    assert calibrated[1][2] == {"quick": False, "dtype": "float16", "seed": 0}
+    more = ("--gpu", "a100-40g", "--dtype", "float16", "--name", "mine", "--lock-clocks")
+    assert attempt(capsys, *words, *more)[0] == attempt(capsys, *words, *more, "1400")[0] == 0
+    options = {"quick": False, "dtype": "float16", "seed": 0}
+    assert [asked[2] for asked in calibrated[1:]] == [{**options, "lock_mhz": mhz} for mhz in (0, 1400)]
     assert read_profile(tmp_path / "mine.json").gpu == "a100-40g"
 
 
