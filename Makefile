@@ -38,10 +38,10 @@ test: $(VENV)/dev
 	$(BIN)/python -m pytest -n 2
 	$(BIN)/python -m pytest --nbmake notebooks
 
-# Triton's kernels for GPUs that are not here, every case of `pytest -m gpu`: eight to nine minutes of one core, so that
-# CI leaves it out; `test` has the hard ones. For a change of a kernel, or of Triton.
+# Triton's kernels for GPUs that are not here, every case of `pytest -m gpu`, a process a GPU: eight to nine minutes of one
+# core. `test` has the hard ones.
 kernels: $(VENV)/dev
-	for gpu in 80 89 90 100; do $(BIN)/python tests/gpu_runtime/model/triton_compiles.py $$gpu all || exit 1; done
+	printf '%s\n' 80 89 90 100 | xargs -P 2 -I{} $(BIN)/python tests/gpu_runtime/model/triton_compiles.py {} all
 
 # The documentation as a site, site/index.html; a link that leads nowhere is an error.
 docs: export NO_MKDOCS_2_WARNING = 1
