@@ -39,7 +39,7 @@ test: $(VENV)/dev
 	$(BIN)/python -m pytest --nbmake notebooks
 
 # Triton's kernels for GPUs that are not here, every case of `pytest -m gpu`, a process a GPU: eight to nine minutes of one
-# core. `test` has the hard ones.
+# core, so that CI leaves it out; `test` has the hard ones. For a change of a kernel, or of Triton.
 kernels: $(VENV)/dev
 	printf '%s\n' 80 89 90 100 | xargs -P 2 -I{} $(BIN)/python tests/gpu_runtime/model/triton_compiles.py {} all
 

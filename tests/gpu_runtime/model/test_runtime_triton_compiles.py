@@ -13,7 +13,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 @pytest.mark.parametrize("capability", [80, 89, 90, 100])
 def test_kernels_compile_and_fit_a_multiprocessor(capability):
-    """The cases that failed or come near a limit; CI's `make kernels` compiles all that `-m gpu` runs."""
+    """The cases that failed or come near a limit; `make kernels` compiles all that `-m gpu` runs."""
     script = Path(__file__).parent / "triton_compiles.py"
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     run = subprocess.run(
