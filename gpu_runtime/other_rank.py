@@ -29,7 +29,7 @@ def serve_others(
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(threads)
     if (parent := parent_process()) is not None:
-        # Killed, it ends nobody; a GPU would go on waiting for it.
+        # Killed, it ends no other process; a GPU would go on waiting for it.
         when_ended([parent.sentinel], partial(os._exit, 1))
     try:
         first.send(None)

@@ -18,7 +18,7 @@ class TokenTimes:
     def __init__(self, scheduler: Scheduler) -> None:
         batch = scheduler.batch
         self._gaps = scheduler.gaps
-        # Nobody reads what the scheduler makes of times that are not known yet.
+        # What the scheduler makes of times that are not known yet is not read.
         scheduler.gaps = batch.gaps = GapCollector()
         self._log, batch.token_log = batch.token_log, None
         self._last_s: dict[Sequence, float] = {}

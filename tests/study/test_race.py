@@ -1,4 +1,4 @@
-"""Many deployments raced: who comes on to longer traffic."""
+"""Many deployments raced: which come on to longer traffic."""
 
 from sim.study import race
 from sim.study.deployments import Deployment
