@@ -3,13 +3,15 @@
 import json
 import shlex
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any
 
-from sim.options.policies import parse_policy
+from sim.options.policies import options_of, parse_policy
 from sim.options.scenario import OF_WORKLOADS, READING, SHAPING, Scenario
-from sim.options.values import flag
+from sim.options.values import flag, option_fields
 from sim.parts.stage.speculative_options import SpeculativeOptions
 from sim.specs.models import HUB_IDS, load_model
+from sim.systems.base import Policy
 
 VLLM_VERSION = "0.33.0"
 """Whose decisions `vllm-v1` makes."""
@@ -19,17 +21,25 @@ PROXY = "tests/v1/kv_connector/nixl_integration/toy_proxy_server.py"
 """In vLLM's repository: what its documentation of NIXL names."""
 HEAD = "HEAD"
 """Stands for a drafting head's weights, which only the user can name."""
-VLLM_FLAGS = {
-    "pipeline_parallel_size": "--pipeline-parallel-size", "max_num_batched_tokens": "--max-num-batched-tokens",
-    "max_num_seqs": "--max-num-seqs", "kv_cache_dtype": "--kv-cache-dtype", "block_size": "--block-size",
-    "kv_offloading_size": "--kv-offloading-size", "max_model_len": "--max-model-len", "dtype": "--dtype",
-    "quantization": "--quantization", "gpu_memory_utilization": "--gpu-memory-utilization",
-}  # fmt: skip
-"""Options of ours, and vLLM's flags that say the same."""
+ENGINE = (
+    "pipeline_parallel_size", "data_parallel_size", "enable_expert_parallel", "max_num_batched_tokens", "max_num_seqs",
+    "kv_cache_dtype", "block_size", "max_model_len", "dtype", "quantization",
+    "gpu_memory_utilization", "num_gpu_blocks_override", "max_cudagraph_capture_size",
+    "disable_hybrid_kv_cache_manager", "enable_prefix_caching", "num_cpu_blocks_override", "swap_space",
+)  # fmt: skip
+"""Options of any policy that a server is told."""
+UNTOLD_BY_VLLM = ("num_cpu_blocks_override", "swap_space")
+"""Those that vLLM v1 has no flag for; others have the same name there."""
 SGLANG_FLAGS = {
     "max_num_batched_tokens": "--chunked-prefill-size", "max_num_seqs": "--max-running-requests",
-    "max_model_len": "--context-length", "dtype": "--dtype", "quantization": "--quantization",
+    "max_model_len": "--context-length", "block_size": "--page-size", "pipeline_parallel_size": "--pp-size",
+    "dtype": "--dtype", "quantization": "--quantization", "kv_cache_dtype": "--kv-cache-dtype",
 }  # fmt: skip
+"""Options of ours that SGLang's server calls otherwise."""
+UNTOLD_BY_SGLANG = ("max_new_tokens", "ignore_eos", "lpm_longest")
+"""Of the policies' own: what requests ask for, and a constant of SGLang's source."""
+SPECULATION = tuple(field.name for field in fields(SpeculativeOptions))
+SERVED_STAGES = ("direct", "hand-over", "nixl")
 TRAFFIC = ("trace", "trace_format", *READING, *SHAPING, *OF_WORKLOADS)
 
 
@@ -45,7 +55,40 @@ def is_sglang(options: Mapping[str, Any]) -> bool:
 
 def serves(options: Mapping[str, Any]) -> bool:
     """Whether there is a server of today with that policy, and which attends and drafts as asked."""
-    return _policy(options).partition(":")[0] in ("vllm-v1", "sglang", "radix") and not _unserved(options)
+    name, policy = _policy(options).partition(":")[0], _parsed(options)
+    mixed = any(kind != "stage" or part not in SERVED_STAGES for kind, part in policy.mixed)
+    return name in ("vllm-v1", "sglang", "radix") and not mixed and not _unserved(options)
+
+
+def _parsed(options: Mapping[str, Any]) -> Policy:
+    return parse_policy(_policy(options), options)[1]
+
+
+def _asked(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What the engine was asked for, by flag: what its server is told, and what that has no flag for.
+
+    What is as it would be without being said is left out.
+    """
+    usual = {field.name: field.default for field in fields(Scenario)}
+    asked = {name: options[name] for name in ENGINE if options.get(name, usual[name]) != usual[name]}
+    sglang, policy = is_sglang(options), _parsed(options)
+    untold: set[str] = set(usual).difference(SGLANG_FLAGS) if sglang else {*UNTOLD_BY_VLLM}
+    for option in options_of(type(policy)):
+        value = getattr(policy, option.name)
+        if value == option.field.default or option.name in SPECULATION:
+            continue
+        asked[option.name] = value
+        if option.name in UNTOLD_BY_SGLANG or not (sglang or option.is_plain):
+            untold.add(option.name)
+    for part in policy.mixed_options:
+        given = {
+            f.name: value for f, hint in option_fields(type(part)) if (value := getattr(part, f.name)) != f.default
+        }
+        asked |= given
+        untold |= given.keys()
+    theirs = SGLANG_FLAGS if sglang else {}
+    told = {theirs.get(name, flag(name)): value for name, value in asked.items() if name not in untold}
+    return told, {flag(name): value for name, value in asked.items() if name in untold}
 
 
 def _unserved(options: Mapping[str, Any]) -> str:
@@ -58,7 +101,7 @@ def _unserved(options: Mapping[str, Any]) -> str:
 
 def _speculative_config(options: Mapping[str, Any]) -> dict[str, Any]:
     """vLLM's `--speculative-config`, empty where nothing drafts. Acceptance is the server's own: no rate is told."""
-    policy = parse_policy(_policy(options), options)[1]
+    policy = _parsed(options)
     if not isinstance(policy, SpeculativeOptions) or policy.spec_method is None:
         return {}
     config: dict[str, Any] = {"method": policy.spec_method, "num_speculative_tokens": policy.spec_tokens}
@@ -71,9 +114,14 @@ def _speculative_config(options: Mapping[str, Any]) -> dict[str, Any]:
 
 def _left_open(options: Mapping[str, Any]) -> list[str]:
     """What the commands leave to be filled in, as comments of a shell and of YAML."""
-    if _speculative_config(options).get("model") != HEAD:
-        return []
-    return [f"# {HEAD}: put the weights of a head that was trained for {served_model(options['model'])} in its place"]
+    lines = []
+    if _speculative_config(options).get("model") == HEAD:
+        model = served_model(options["model"])
+        lines.append(f"# {HEAD}: put the weights of a head that was trained for {model} in its place")
+    if untold := _asked(options)[1]:
+        said = " ".join(_words(untold))
+        lines.append(f"# no flag of the server says {said}: it does not run as it was simulated unless you set this")
+    return lines
 
 
 def serve_commands(options: Mapping[str, Any]) -> list[str]:
@@ -87,6 +135,7 @@ def _servers(options: Mapping[str, Any]) -> list[str]:
     if "prefill_replicas" in options:
         return _pools(options)
     count, tp = options.get("replicas") or 1, options.get("tp", 1)
+    gpus = _gpus(options, tp)
     if is_sglang(options):
         return [shlex.join(_sglang(options, tp, count))]
     words = _vllm(options, tp)
@@ -96,7 +145,7 @@ def _servers(options: Mapping[str, Any]) -> list[str]:
         # vLLM's own balancer takes the engine with the fewest requests.
         return [shlex.join([*words, "--data-parallel-size", str(count)])]
     lines = [
-        f"CUDA_VISIBLE_DEVICES={_devices(place * tp, tp)} {shlex.join([*words, '--port', str(PORT + 1 + place)])} &"
+        f"CUDA_VISIBLE_DEVICES={_devices(place * gpus, gpus)} {shlex.join([*words, '--port', str(PORT + 1 + place)])} &"
         for place in range(count)
     ]
     policy = "cache_aware" if _router(options) == "prefix-affinity" else "power_of_two"
@@ -128,10 +177,7 @@ def _vllm(options: Mapping[str, Any], tp: int) -> list[str]:
     words = ["vllm", "serve", served_model(options["model"])]
     if tp > 1:
         words += ["--tensor-parallel-size", str(tp)]
-    words += _flags(options, VLLM_FLAGS)
-    caching = options.get("enable_prefix_caching")
-    if caching is not None:
-        words.append("--enable-prefix-caching" if caching else "--no-enable-prefix-caching")
+    words += _words(_asked(options)[0])
     if config := _speculative_config(options):
         words += ["--speculative-config", json.dumps(config, separators=(",", ":"))]
     return words
@@ -140,15 +186,23 @@ def _vllm(options: Mapping[str, Any], tp: int) -> list[str]:
 def _sglang(options: Mapping[str, Any], tp: int, count: int) -> list[str]:
     words = ["python", "-m", "sglang.launch_server", "--model-path", served_model(options["model"])]
     words += ["--tp", str(tp)] * (tp > 1) + ["--dp", str(count)] * (count > 1)
-    words += _flags(options, SGLANG_FLAGS)
-    if (dtype := options.get("kv_cache_dtype", "auto")) != "auto":
-        words += ["--kv-cache-dtype", "fp8_e4m3" if dtype == "fp8" else dtype]
+    told = _asked(options)[0]
+    if told.get("--kv-cache-dtype") == "fp8":
+        told["--kv-cache-dtype"] = "fp8_e4m3"
+    return words + _words(told)
+
+
+def _words(told: Mapping[str, Any]) -> list[str]:
+    """Flags and their values as words of a shell."""
+    words: list[str] = []
+    for shown, value in told.items():
+        if isinstance(value, bool):
+            words.append(shown if value else shown.replace("--", "--no-", 1))
+        elif isinstance(value, tuple):
+            words += [shown, *map(str, value)]
+        else:
+            words += [shown, _text(value)]
     return words
-
-
-def _flags(options: Mapping[str, Any], names: Mapping[str, str]) -> list[str]:
-    given = {shown: options[name] for name, shown in names.items() if options.get(name) is not None}
-    return [word for shown, value in given.items() for word in (shown, _text(value))]
 
 
 def run_command(options: Mapping[str, Any], out: str) -> str:
@@ -159,12 +213,7 @@ def run_command(options: Mapping[str, Any], out: str) -> str:
         value = options[name]
         if value is None or (name in usual and value == usual[name]):
             continue
-        if isinstance(value, bool):
-            words.append(flag(name) if value else flag(name).replace("--", "--no-", 1))
-        elif isinstance(value, tuple):
-            words += [flag(name), *value]
-        else:
-            words += [flag(name), _text(value)]
+        words += _words({flag(name): value})
     return shlex.join([*words, "--out", out])
 
 
@@ -180,8 +229,7 @@ def _deployments(options: Mapping[str, Any]) -> str:
     if "prefill_replicas" not in options:
         tp, count = options.get("tp", 1), options.get("replicas") or 1
         words = _sglang(options, tp, 1) if is_sglang(options) else _vllm(options, tp)
-        gpus = tp * (options.get("pipeline_parallel_size") or 1)
-        return _workload(name, count, gpus, words, sglang=is_sglang(options))
+        return _workload(name, count, _gpus(options, tp), words, sglang=is_sglang(options))
     parts = [
         "# Prefill and decode pools. Before both services stands a proxy that sends each prompt to a prefill engine,\n"
         "# then to a decode engine: llm-d's, or the one that vLLM's documentation of NIXL names.\n"
@@ -251,6 +299,11 @@ def _policy(options: Mapping[str, Any]) -> str:
 
 def _router(options: Mapping[str, Any]) -> str | None:
     return options.get("router")
+
+
+def _gpus(options: Mapping[str, Any], tp: int) -> int:
+    """Of one engine."""
+    return tp * (options.get("pipeline_parallel_size") or 1) * (options.get("data_parallel_size") or 1)
 
 
 def _devices(first: int, count: int) -> str:
