@@ -6,7 +6,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import NamedTuple
 
-from traces import acceptance_rate, slos
+from traces import acceptance_rate, images, slos
 from traces.errors import TraceError
 from traces.fields import Where
 from traces.files import text_blocks
@@ -33,12 +33,13 @@ class CsvFormat(NamedTuple):
     calls: str = ""
     slos: str = ""
     acceptance_rate: str = ""
+    images: str = ""
 
     @property
     def by_column(self) -> tuple[str, ...]:
         """Names of what `Columns` has beside times and lengths, in its order; empty where the format lacks it."""
         plain = self.session, self.hashes, self.block, self.output_hashes, self.priority, self.calls
-        return *plain, self.slos, self.acceptance_rate
+        return *plain, self.slos, self.acceptance_rate, self.images
 
     @property
     def required(self) -> tuple[str, ...]:
@@ -71,6 +72,7 @@ CSV_FORMATS = {
         calls="tool_calls",
         slos=slos.FIELD,
         acceptance_rate=acceptance_rate.FIELD,
+        images=images.FIELD,
     ),
     # 2025 adds NumImages; its image tokens are not in ContextTokens' prompt text and are not read.
     "azure": CsvFormat("TIMESTAMP", "ContextTokens", "GeneratedTokens", stamps=True),
@@ -169,7 +171,7 @@ class CsvReader(LineReader):
         found = [columns[self.index[name]] if name in self.index else () for name in form.by_column]
         if not any(found):
             return plain
-        sessions, ids, sizes, output_ids, priorities, called, own_slos, rates = found
+        sessions, ids, sizes, output_ids, priorities, called, own_slos, rates, pictured = found
         hashes = [tuple(map(int, cell.split())) for cell in ids]
         default = self.options.hash_block_tokens or 0
         blocks = [int(cell or 0) or default for cell in sizes] if ids and sizes else [default] * len(hashes)
@@ -183,6 +185,9 @@ class CsvReader(LineReader):
         calls = list(map(parse_calls, called))
         if not all(map(calls_fit, calls, plain.outputs)) or (any(calls) and any(output_hashes)):
             raise ValueError("tool calls")
+        seen = list(map(images.parse_images, pictured))
+        if not all(map(images.images_fit, seen, plain.prompts)):
+            raise ValueError("images")
         return plain._replace(
             sessions=sessions,
             hashes=hashes,
@@ -192,6 +197,7 @@ class CsvReader(LineReader):
             calls=calls,
             slos=list(map(slos.slos_of, own_slos)),
             acceptance_rates=list(map(acceptance_rate.rate_of, rates)),
+            images=seen,
         )
 
     def row(self, where: Where, line: str) -> Row:
@@ -215,7 +221,9 @@ class CsvReader(LineReader):
         calls = self._calls(where, self._cell(cells, form.calls), output, output_hashes)
         own_slos = slos.check_slos(where, self._cell(cells, form.slos))
         rate = acceptance_rate.check_rate(where, self._cell(cells, form.acceptance_rate))
-        return Row(time, stamp, prompt, output, session, hashes, block, output_hashes, priority, calls, own_slos, rate)
+        seen = images.check_images(where, images.parse_images, self._cell(cells, form.images), prompt)
+        told = (output_hashes, priority, calls, own_slos, rate, seen)
+        return Row(time, stamp, prompt, output, session, hashes, block, *told)
 
     @staticmethod
     def _calls(where: Where, cell: str, output: int, output_hashes: tuple[int, ...]) -> tuple[ToolCall, ...]:

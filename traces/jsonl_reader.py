@@ -6,7 +6,7 @@ from itertools import repeat
 from pathlib import Path
 from typing import NamedTuple
 
-from traces import acceptance_rate, slos
+from traces import acceptance_rate, images, slos
 from traces.fields import Where
 from traces.hash_ids import check_hashes, check_output_hashes, hashes_fit, output_hashes_fit
 from traces.rows import Columns, LineReader, ReadOptions, Row
@@ -114,7 +114,10 @@ class JsonlReader(LineReader):
         if not set(map(type, rates)) <= {int, float, type(None)}:
             raise TypeError("acceptance rates")
         rates = list(map(acceptance_rate.rate_of, rates))
-        values = (prompts, outputs, sessions, hashes, blocks, output_hashes, priorities, calls, own_slos, rates)
+        shown = [images.images_of(row.get(images.FIELD) or []) for row in rows] if images.FIELD in text else []
+        if not all(map(images.images_fit, shown, prompts)):
+            raise ValueError("images")
+        values = (prompts, outputs, sessions, hashes, blocks, output_hashes, priorities, calls, own_slos, rates, shown)
         return Columns(list(map(float, times)), *values)
 
     def _fit(self, prompt: int, hashes: tuple[int, ...]) -> bool:
@@ -155,4 +158,7 @@ class JsonlReader(LineReader):
         check_calls(where, called, calls, output, output_hashes)
         own_slos = slos.check_slos(where, row.get(slos.FIELD))
         rate = acceptance_rate.check_rate(where, row.get(acceptance_rate.FIELD))
-        return Row(time, shown, prompt, output, session, hashes, block, output_hashes, priority, calls, own_slos, rate)
+        remedy = "write [[OFFSET, TOKENS, ID], ...], places counted from 0"
+        seen = images.check_images(where, images.images_of, row.get(images.FIELD) or [], prompt, remedy)
+        told = (output_hashes, priority, calls, own_slos, rate, seen)
+        return Row(time, shown, prompt, output, session, hashes, block, *told)

@@ -3,14 +3,14 @@
 Formats and how they are told apart (by the header's columns or the first object's keys, never by the file's name):
 
     kvtwin         arrival_s,prompt_tokens,output_tokens[,session_id,hash_ids,hash_block_tokens,
-                   output_hash_ids,priority,tool_calls,slos,acceptance_rate]                          (s, our own)
+                   output_hash_ids,priority,tool_calls,slos,acceptance_rate,images]                   (s, our own)
     azure          TIMESTAMP,[NumImages,]ContextTokens,GeneratedTokens                                (date stamps)
     burstgpt       Timestamp,[Session ID,Elapsed time,]Model,Request tokens,Response tokens,...       (s)
     vidur          arrived_at,num_prefill_tokens,num_decode_tokens; vidur-lengths has no times        (s)
     splitwise      ...,arrival_timestamp,...,prompt_size,token_size                                   (s)
     mooncake       {"timestamp", "input_length", "output_length", "hash_ids"} a line, and our own
-                   "output_hash_ids", "priority", "tool_calls", "slos" and "acceptance_rate"
-                   where it has them                                                                 (ms)
+                   "output_hash_ids", "priority", "tool_calls", "slos", "acceptance_rate" and
+                   "images" where it has them                                                        (ms)
     bailian        the same with "chat_id" and "parent_chat_id" a line                                (s)
     vllm-custom    {"prompt", "output_tokens"} a line                                                 (no times)
     sharegpt       [{"conversations": [{"value"}, {"value"}]}]                                        (no times)

@@ -14,6 +14,17 @@ class ToolCall(NamedTuple):
     returned_tokens: int
 
 
+class Image(NamedTuple):
+    """An image of a prompt: `num_tokens` of its tokens, from the one at place `offset` on, are the encoder's output.
+
+    Equal `image_id` and length, equal image.
+    """
+
+    offset: int
+    num_tokens: int
+    image_id: int
+
+
 class Request(NamedTuple):
     """One request of a trace (immutable).
 
@@ -25,7 +36,7 @@ class Request(NamedTuple):
     none. A lower `priority` is more urgent, as in vLLM. `calls` are in order, each after more output tokens than
     the one before, and none after the last token. `slos` are its own; None: it has those of `--goodput`.
     `acceptance_rate` is the chance that a token drafted for it is accepted where those before it are; None: the
-    policy's.
+    policy's. `images` are in order and apart, and among the tokens of the prompt.
     """
 
     request_id: int
@@ -40,6 +51,7 @@ class Request(NamedTuple):
     calls: tuple[ToolCall, ...] = ()
     slos: SLOs | None = None
     acceptance_rate: float | None = None
+    images: tuple[Image, ...] = ()
 
     @property
     def most_tokens(self) -> int:

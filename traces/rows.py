@@ -19,7 +19,7 @@ from traces.errors import TraceError
 from traces.fields import MOST_SECONDS, MOST_TOKENS, TIME_UNITS, Where, seconds_divisor
 from traces.files import text_blocks
 from traces.rates import check_count
-from traces.request import ToolCall
+from traces.request import Image, ToolCall
 from traces.slos import SLOs
 
 ZeroTokens = Literal["error", "drop", "one"]
@@ -65,6 +65,7 @@ class Columns(NamedTuple):
     calls: Sequence[tuple[ToolCall, ...]] = ()
     slos: Sequence[SLOs | None] = ()
     acceptance_rates: Sequence[float | None] = ()
+    images: Sequence[tuple[Image, ...]] = ()
 
 
 class Row(NamedTuple):
@@ -82,6 +83,7 @@ class Row(NamedTuple):
     calls: tuple[ToolCall, ...] = ()
     slos: SLOs | None = None
     acceptance_rate: float | None = None
+    images: tuple[Image, ...] = ()
 
 
 def plainly_right(columns: Columns, previous: float, ordered: bool) -> bool:

@@ -11,33 +11,22 @@ from traces.errors import TraceError
 from traces.fields import MOST_SECONDS, MOST_TOKENS, Where
 from traces.rates import check_seed
 from traces.request import Request, ToolCall
+from traces.triples import parse_triples, triples_of
 
 FIELD = "tool_calls"
 REMEDY = "write AFTER_TOKENS:SECONDS:RETURNED_TOKENS;... as in 40:1.5:32;90:0.3:8"
+KINDS = (int, float, int)
 Calls = tuple[ToolCall, ...]
 
 
 def parse_calls(cell: str) -> Calls:
     """The calls of a CSV cell; ValueError where it is none."""
-    if "_" in cell:
-        raise ValueError("Python's digit groups are not a trace's")
-    found = []
-    for call in cell.split(";") if cell.strip() else ():
-        after, duration, returned = call.split(":")
-        found.append(ToolCall(int(after), float(duration), int(returned)))
-    return tuple(found)
+    return tuple(map(ToolCall._make, parse_triples(cell, KINDS)))
 
 
 def calls_of(value: object) -> Calls:
     """The calls of a JSON value; ValueError where it is none."""
-    found = []
-    for call in value if isinstance(value, list) else [value]:
-        match call:
-            case [int(after), int() | float() as duration, int(returned)] if bool not in map(type, call):
-                found.append(ToolCall(after, float(duration), returned))
-            case _:
-                raise ValueError("not a triple of numbers")
-    return tuple(found)
+    return tuple(map(ToolCall._make, triples_of(value, KINDS)))
 
 
 def write_calls(calls: Calls) -> str:

@@ -43,7 +43,8 @@ def clip(requests: Iterable[Request], max_tokens: int) -> Iterator[Request]:
     The output is kept up to half of the context and the prompt is cut to what is left; the output gives way only where
     the prompt is short. Hash ids are trimmed to the blocks that still hold what they name: all of the prompt where only
     the output is cut, its full blocks alone where the answer now begins at another place. Calls of tools stay that come
-    before the last token and whose answers, the first ones first, fill no more than half of the context.
+    before the last token and whose answers, the first ones first, fill no more than half of the context. Of images stay
+    those that the prompt still has whole; what is left of one that is cut is text.
     """
     if max_tokens < 2:
         raise TraceError(f"clip {max_tokens} is too small; a request needs 2 tokens, one of prompt and one of output")
@@ -77,6 +78,7 @@ def _clip(request: Request, max_tokens: int) -> Request:
         hash_ids=hashes,
         output_hash_ids=output_hashes,
         calls=tuple(call for call in calls if call.after_tokens < output),
+        images=tuple(image for image in request.images if image.offset + image.num_tokens <= prompt),
     )
 
 
@@ -106,8 +108,9 @@ def _spread(group: list[Request], span_s: float) -> Iterator[Request]:
 def merge(*streams: Iterable[Request]) -> Iterator[Request]:
     """Yield the requests of all streams in order of arrival, renumbered; the earlier stream first where they tie.
 
-    Hash ids of different traces name different text, so from the second stream on they are told apart (id * number of
-    streams + the stream's number); a single stream keeps its ids. Sessions get the stream's number as a prefix.
+    Ids of different traces name different text and images, so from the second stream on they are told apart (id *
+    number of streams + the stream's number); a single stream keeps its ids. Sessions get the stream's number as a
+    prefix.
     """
     if len(streams) == 1:
         return iter(streams[0])
@@ -118,12 +121,15 @@ def merge(*streams: Iterable[Request]) -> Iterator[Request]:
 
 def _told_apart(stream: Iterable[Request], number: int, streams: int) -> Iterator[Request]:
     for request in stream:
-        if request.hash_ids or request.session_id:
+        if request.hash_ids or request.session_id or request.images:
             session = f"{number}:{request.session_id}" if request.session_id else ""
             hashes, output_hashes = (
                 tuple(ident * streams + number for ident in ids) for ids in (request.hash_ids, request.output_hash_ids)
             )
-            request = request._replace(session_id=session, hash_ids=hashes, output_hash_ids=output_hashes)
+            images = tuple(one._replace(image_id=one.image_id * streams + number) for one in request.images)
+            request = request._replace(
+                session_id=session, hash_ids=hashes, output_hash_ids=output_hashes, images=images
+            )
         yield request
 
 

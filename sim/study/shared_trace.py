@@ -15,7 +15,7 @@ from traces.request import Request
 BLOCK = 4096
 PLAIN = ("arrival_s", "prompt_tokens", "output_tokens", "session_id", "hash_block_tokens", "priority")
 IDS = ("hash_ids", "output_hash_ids")
-FEW = ("calls", "slos", "acceptance_rate")
+FEW = ("calls", "slos", "acceptance_rate", "images")
 """Fields of a request that are numbers or words, those that are lists of ids, and those of which a trace has few unlike
 values."""
 

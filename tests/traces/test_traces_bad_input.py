@@ -17,6 +17,7 @@ AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.68,374,44\
 JSONL = '{"timestamp": 0, "input_length": 10, "output_length": 2}\n'
 NAMED = "arrival_s,prompt_tokens,output_tokens,hash_ids,hash_block_tokens,output_hash_ids,priority\n"
 OWN_SLOS = "arrival_s,prompt_tokens,output_tokens,slos\n"
+IMAGES = "arrival_s,prompt_tokens,output_tokens,images\n"
 CALLS = "arrival_s,prompt_tokens,output_tokens,tool_calls,hash_ids,hash_block_tokens,output_hash_ids\n"
 
 
@@ -83,6 +84,15 @@ BAD_ROWS = [
     (then('"tool_calls": [[1, 2]]', 40), 2, ["tool_calls [[1, 2]]", "not a list of tool calls", "[[AFTER_TOKENS"]),
     (then('"tool_calls": [[1, true, 2]]', 40), 2, ["tool_calls", "not a list of tool calls"]),
     (then('"tool_calls": [[50, 1, 2]]', 40), 2, ["tool_calls", "beyond the request's 40 output tokens"]),
+    (IMAGES + "0,33,40,1:2\n", 2, ["images '1:2'", "not a list of images", "OFFSET:TOKENS:ID", "12:576:7;700:576:8"]),
+    (IMAGES + "0,33,40,1:2:0.5\n", 2, ["images '1:2:0.5'", "not a list of images"]),
+    (IMAGES + "0,33,40,0:9:1;8:2:1\n", 2, ["images '0:9:1;8:2:1'", "out of order"]),
+    (IMAGES + "0,33,40,0:0:1\n", 2, ["images '0:0:1'", "without tokens"]),
+    (IMAGES + "0,33,40,-1:3:1\n", 2, ["images '-1:3:1'", "places counted from 0"]),
+    (IMAGES + "0,33,40,30:4:1\n", 2, ["images '30:4:1'", "beyond the prompt's 33"]),
+    (then('"images": [[1, 2]]'), 2, ["images [[1, 2]]", "not a list of images", "[[OFFSET, TOKENS, ID]"]),
+    (then('"images": [[1, 2, "cat"]]'), 2, ["images", "not a list of images"]),
+    (then('"images": [[5, 5, 1]]'), 2, ["images [[5, 5, 1]]", "beyond the prompt's 9"]),
 ]  # fmt: skip
 
 

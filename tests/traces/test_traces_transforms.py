@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from traces.errors import TraceError
 from traces.hash_ids import hashes_fit, output_blocks, output_hashes_fit
-from traces.request import Request
+from traces.request import Image, Request
 from traces.tool_calls import with_tool_calls
 from traces.transforms import at_request_rate, clip, head, merge, scale_rate, spread_ties, window
 
@@ -100,6 +100,12 @@ def test_clip_by_hand_with_output_ids(output, names, limit, after):
     assert next(clip([before], limit))[2:9] == after
 
 
+def test_a_clipped_prompt_keeps_its_whole_images() -> None:
+    images = Image(0, 10, 1), Image(20, 10, 2)
+    assert next(clip([Request(0, 0.0, 40, 10, images=images)], 39)).images == images[:1]
+    assert next(clip([Request(0, 0.0, 40, 10, images=images)], 40)).images == images
+
+
 def test_ties_are_spread_up_to_the_next_stamp():
     got = times_of(spread_ties(requests_at(0.0, 0.0, 0.0, 3.0, 6.0, 6.0)))
     assert got == [0.0, 1.0, 2.0, 3.0, 6.0, 7.5]
@@ -136,6 +142,9 @@ def test_merge_tells_the_prefixes_and_sessions_of_traces_apart():
     assert first.priority == 5
     assert first.session_id != second.session_id
     assert list(merge(one)) == one
+    images = [Request(0, 0.0, 9, 9, images=(Image(0, 4, 7), Image(4, 5, 8)))]
+    first, second = merge(images, images)
+    assert not {one.image_id for one in first.images} & {one.image_id for one in second.images}
     # Where there are no sessions, none are made.
     assert {request.session_id for request in merge(requests_at(0.0), requests_at(1.0))} == {""}
 

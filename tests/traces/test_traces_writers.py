@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from traces.errors import TraceError
 from traces.hash_ids import output_blocks
 from traces.readers import open_trace
-from traces.request import Request, ToolCall
+from traces.request import Image, Request, ToolCall
 from traces.slos import SLOs
 from traces.writers import write_trace
 
@@ -20,6 +20,7 @@ names = st.text(st.characters(codec="utf-8", exclude_characters="\r\n\0"), max_s
 
 milliseconds = st.none() | st.integers(1, 10**9).map(lambda ms: ms / 1e3)
 tool_calls = st.lists(st.builds(ToolCall, st.integers(1, 9), st.floats(0, 1e6), st.integers(0, 9**9)), max_size=3)
+gaps = st.lists(st.tuples(st.integers(0, 9), st.integers(1, 9), st.integers(-9, 2**64)), max_size=3)
 own_slos = st.none() | st.builds(SLOs, milliseconds, milliseconds, milliseconds).filter(any)
 
 
@@ -39,7 +40,12 @@ def requests(draw):
         row = Request(i, time + 0.0, prompt, output, draw(names), hashes, block, output_hashes, priority)
         calls = {call.after_tokens: call for call in draw(tool_calls) if call.after_tokens < output and not more}
         row = row._replace(calls=tuple(calls[after] for after in sorted(calls)))
-        stream.append(row._replace(slos=draw(own_slos), acceptance_rate=draw(st.none() | st.floats(0, 1))))
+        row = row._replace(slos=draw(own_slos), acceptance_rate=draw(st.none() | st.floats(0, 1)))
+        images, end = [], 0
+        for gap, tokens, ident in draw(gaps):
+            images.append(Image(end + gap, tokens, ident))
+            end += gap + tokens
+        stream.append(row._replace(images=tuple(images) if end <= prompt else ()))
     return stream
 
 
@@ -72,6 +78,7 @@ def test_mooncakes_jsonl_reads_back(tmp_path):
     more.append(Request(4, 2.0, 5, 5, slos=SLOs(ttft_s=0.5, tpot_s=0.0501)))
     more.append(Request(5, 2.0, 5, 5, acceptance_rate=0.7))
     more.append(Request(6, 2.0, 5, 5, calls=(ToolCall(1, 0.5, 0), ToolCall(4, 0.0, 3))))
+    more.append(Request(7, 2.0, 50, 5, images=(Image(0, 40, 7), Image(40, 10, -8))))
     write_trace(more, path)
     assert list(open_trace(path)) == more
 
