@@ -31,6 +31,7 @@ from sim.cost.pricing import Lanes
 from sim.engine.plan import IterationPlan, StepTimes
 from sim.engine.scheduler import Scheduler
 from sim.errors import UserError
+from sim.parts.stage.speculative import Speculative
 from sim.results.metrics import TableSink
 from sim.results.sections import Machine
 from sim.run.prepare import Setup
@@ -42,6 +43,7 @@ from traces.errors import TraceError
 from traces.request import Request
 
 DTYPES = {"half": torch.float16, "float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
+NOT_DRAWN = "acceptance rates are not read by a run on a device: a draft is accepted where the model chooses its token"
 
 
 @dataclass(frozen=True)
@@ -208,6 +210,9 @@ def perform(
     Other ranks of the decoder's group serve them with it, and end with an interrupt.
     """
     parts = build_engine(setup, table, keep)
+    stage = parts.scheduler.stage
+    if isinstance(stage, Speculative) and stage.acceptance is not None and stage.acceptance.chances:
+        setup.warnings.append(NOT_DRAWN)
     device = build_device(parts.scheduler, decoder, options, setup.scenario.kv_cache_dtype)
     profiler = Profiler(device.memory.device) if keep.timeline else None
     if profiler is not None:

@@ -348,6 +348,20 @@ def test_a_live_run_hits_what_a_simulated_one_does(tmp_path, capsys, policy, hit
     assert hits == [2 * hit] * 2
 
 
+def test_a_rate_that_a_device_does_not_read_is_said(tmp_path, capsys):
+    config, out = tmp_path / "config.json", tmp_path / "out"
+    config.write_text(json.dumps(CONFIG))
+    words = ["live", "--device", "cpu", "--model", str(config), "--workload", "fixed", "--num-prompts", "1"]
+    words += ["--input-len", "8", "--output-len", "4", "--num-gpu-blocks-override", "64", "--out", str(out)]
+    told = []
+    for rate in ("", ",acceptance-rate=0.5"):
+        assert kvtwin.main([*words, "--policy", f"vllm-v1:spec-method=ngram,spec-tokens=2{rate}"]) == 0, (
+            capsys.readouterr()
+        )
+        told.append(["acceptance rates" in line for line in json.loads((out / "result.json").read_text())["warnings"]])
+    assert any(told[1]) and not any(told[0])
+
+
 @pytest.mark.parametrize(("command", "package"), [("live", "torch"), ("validate", "psutil"), ("serve", "torch")])
 def test_a_package_that_is_missing_is_named_with_its_extra(command, package, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("gpu_runtime.cli.find_spec", lambda name: None if name == package else object())
