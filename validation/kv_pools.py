@@ -7,7 +7,8 @@ What `vllm-v1-async` has was read off rows that are not `set_aside`, older const
     sweep           github.com/jgchn/llm-d-planner, commit 30ec05f7, accuracy/results/v0.19.0/results_raw.csv
     sweep-runs      the same, commit cb666596, accuracy/results/v0.19.0/runs/*.json
     sweep-releases  the same, commit a95e9f62, accuracy/results/version-sweep/run_matrix.md
-    empirical       github.com/llm-d-incubation/llm-d-planner, commit e50305af, docs/empirical-vllm-memory-results.md
+    empirical       github.com/llm-d-incubation/llm-d-planner, commit e50305af, docs/empirical-vllm-memory-results.md;
+                    gpt-oss-120b's parts add up at a utilization of 0.95, not at the 0.9 that its line says
     myoceane        myoceane.fr/index.php/ai-vllm-a100-gemma-4
     older           startup logs of vLLM 0.5.4, 0.6.1 and 0.6.3 (max_model_len 512, chunks of 512, max_model_len 4096)
 """

@@ -37,8 +37,9 @@ RELEASES = (
 )
 """First and last release of vLLM, and what has its engine as it comes. V1 is the default from 0.8 on; its scheduling is
 in series unless asked until PR 27614, asynchronous by default from 0.14 on."""
-UNSORTED, GRAPHS_COUNTED = (0, 17), (0, 21)
-"""First releases that sample without sorting the vocabulary, and that count CUDA graphs before they size the pool."""
+UNSORTED, GRAPHS_COUNTED, SCALES_DROPPED = (0, 17), (0, 21), (0, 24)
+"""First releases that sample without sorting the vocabulary, that count CUDA graphs before they size the pool, and that
+keep scales of MXFP4 once (PR 46549 of June 2026; which release has it is assumed)."""
 UNITS = {"host_base_s": "s", "host_s_per_sequence": "s/sequence", "front_end_s": "s"}
 """Constants and their units. An iteration of n sequences takes the host `host_base_s` + n `host_s_per_sequence`; a
 request spends `front_end_s` in the HTTP server and the tokeniser, before it is scheduled and on its answers' way."""
@@ -206,10 +207,11 @@ def load_engine_profile(name_or_path: str) -> EngineProfile:
     """A shipped engine profile by name or release, or a file; UserError names file, field, value and remedy."""
     profile = _read(find_file(profile_of_release(name_or_path), SHIPPED, "engine profile"))
     release = release_of(name_or_path)
-    if release is None or release >= GRAPHS_COUNTED:
+    if release is None or release >= SCALES_DROPPED:
         return profile
-    unlike = MEMORY_UNITS if release < UNSORTED else ("graph_bytes_per_layer",)
+    unlike = MEMORY_UNITS if release < UNSORTED else ("graph_bytes_per_layer",) if release < GRAPHS_COUNTED else ()
     constants = {name: constant for name, constant in profile.constants.items() if name not in unlike}
+    constants["mxfp4_left_bytes"] = EngineConstant(1 / 32, "B", "derived", "PR 46549 of vllm-project/vllm")
     return msgspec.structs.replace(profile, constants=constants)
 
 

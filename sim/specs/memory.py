@@ -10,7 +10,7 @@ There is no GPU here, so the peak is estimated: weights + max(forward, sampler) 
 second. `validation/kv_pools.py` compares with public logs of vLLM 0.5 to 0.19.
 """
 
-from math import ceil, lcm
+from math import ceil, floor, lcm
 
 import msgspec
 
@@ -19,6 +19,7 @@ from sim.specs.expert_layout import ExpertLayout
 from sim.specs.hardware import HardwareSpec
 from sim.specs.kv_format import KVGroups
 from sim.specs.model_spec import ModelSpec
+from sim.specs.quantization import MXFP4_BYTES
 
 ACTIVATION_BYTES = 2
 """Bytes of an activation element (fp16/bf16)."""
@@ -26,6 +27,8 @@ COLLECTIVE_BYTES_WITHOUT_NVLINK = 0.4e9
 """Most of `collective_bytes` where GPUs talk over PCIe: vLLM's own all-reduces need peers' memory (estimate)."""
 LEAST_FLASHINFER_CAPABILITY = 9.0
 """CUDA compute capability from which vLLM 0.33 computes prompts of Gated DeltaNet with FlashInfer's kernel."""
+HOPPER = 9.0
+"""CUDA compute capability of the GPUs on which vLLM computes experts in MXFP4 with OpenAI's Triton kernels."""
 EXPORT_TOKENS = 64
 """That kernel writes states out at multiples of so many tokens (vLLM's `FLASHINFER_GDN_CHECKPOINT_ALIGNMENT`)."""
 
@@ -42,6 +45,8 @@ class EngineMemory(msgspec.Struct, frozen=True):
     """Buffers of NCCL and of all-reduces, where a group shares layers (0.42 GiB more on two H100 in a log of 0.11)."""
     graph_bytes_per_layer: float = 0.0
     """CUDA graphs, where they are counted before the pool is sized."""
+    mxfp4_left_bytes: float = 0.0
+    """On Hopper, per weight of experts in MXFP4: scales that were re-ordered for the kernels, and kept beside."""
 
 
 OLDER = EngineMemory()
@@ -80,6 +85,22 @@ def activation_bytes(
         per_expert = matrices * model.moe.moe_intermediate_size / split + model.hidden_size
         mlp = max(mlp, hidden + ranks * model.moe.experts_per_token * per_expert)
     return max_num_batched_tokens * max(attention, mlp) * ACTIVATION_BYTES
+
+
+def mxfp4_bytes(model: ModelSpec, hardware: HardwareSpec, experts: ExpertLayout, engine: EngineMemory) -> float:
+    """Bytes that routed experts in MXFP4 take of a GPU beyond their share of the checkpoint; 0: in another format.
+
+    vLLM 0.33 pads them to its kernels' tiles (`mxfp4_round_up_hidden_size_and_intermediate_size`): on Hopper a GPU's
+    share of the width to multiples of 64, elsewhere (Marlin, TensorRT-LLM) of 128 and the hidden size of 256.
+    """
+    if model.moe is None or model.quantization != "mxfp4" or hardware.compute_capability is None:
+        return 0.0
+    on_hopper = floor(hardware.compute_capability) == HOPPER
+    width_tile, hidden_tile = (64, 1) if on_hopper else (128, 256)
+    width, hidden = model.moe.moe_intermediate_size / experts.width_split, model.hidden_size
+    padded = ceil(width / width_tile) * width_tile / width * (ceil(hidden / hidden_tile) * hidden_tile / hidden)
+    left = engine.mxfp4_left_bytes / MXFP4_BYTES if on_hopper else 0.0
+    return (padded - 1 + left) * model.routed_weight_bytes / experts.gpus
 
 
 def peak_bytes(
@@ -165,7 +186,8 @@ def kv_cache_blocks(
     peak = peak_bytes(model, tensor_parallel_size, max_num_batched_tokens, max_num_seqs, experts, engine)
     peak += engine.graph_bytes_per_layer * model.num_layers / pipeline_parallel_size
     whole = model.weight_bytes(tensor_parallel_size, experts.gpus if experts else None)
-    weights = whole / pipeline_parallel_size
+    kept = mxfp4_bytes(model, hardware, experts or ExpertLayout(tensor_parallel_size), engine)
+    weights = (whole + kept) / pipeline_parallel_size
     peak += weights - whole + draft_weight_bytes
     # A seat has its sequence's last tokens, whatever its blocks hold.
     peak += max_num_seqs * model.kv_residual_bytes(tensor_parallel_size) / pipeline_parallel_size

@@ -100,13 +100,15 @@ def test_the_ends_of_what_is_allowed_are_taken(tmp_path):
 
 
 def test_a_release_takes_the_memory_that_it_took():
-    """vLLM samples without sorting from 0.17 on, and counts graphs from 0.21 on."""
-    older, sorts_not, todays = (
-        load_engine_profile(f"vllm=={release}").memory() for release in ("0.16", "0.17", "0.21")
+    """vLLM samples without sorting from 0.17 on, counts graphs from 0.21 and drops MXFP4's scales from 0.24 on."""
+    older, sorts_not, counts, todays = (
+        load_engine_profile(f"vllm=={release}").memory() for release in ("0.16", "0.17", "0.21", "0.24")
     )
-    assert older == load_engine_profile("vllm==0.11").memory() == OLDER
+    left = 1 / 32
+    assert older == load_engine_profile("vllm==0.11").memory() == msgspec.structs.replace(OLDER, mxfp4_left_bytes=left)
     assert todays == load_engine_profile("vllm-v1").memory() == load_engine_profile("vllm-v1-async").memory()
-    assert sorts_not == msgspec.structs.replace(todays, graph_bytes_per_layer=0.0) != todays
+    assert counts == msgspec.structs.replace(todays, mxfp4_left_bytes=left)
+    assert sorts_not == msgspec.structs.replace(counts, graph_bytes_per_layer=0.0) != counts
 
 
 def test_an_unknown_name_is_refused_with_the_known_ones():

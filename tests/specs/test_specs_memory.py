@@ -7,8 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sim.errors import UserError
+from sim.specs.expert_layout import ExpertLayout
 from sim.specs.hardware import load_hardware
-from sim.specs.memory import OLDER, EngineMemory, activation_bytes, kv_cache_blocks
+from sim.specs.memory import OLDER, EngineMemory, activation_bytes, kv_cache_blocks, mxfp4_bytes
 from sim.specs.models import built_in_models, load_model
 
 GIB = 2**30
@@ -71,6 +72,33 @@ def test_what_an_engine_takes_is_counted_where_it_is_taken():
     assert taken("h100", 1) == pytest.approx(by_hand, abs=16 * 524_288)
     assert taken("h100", 2) == pytest.approx(by_hand + 2.6e9, abs=16 * 524_288)
     assert taken("l40s", 2) == pytest.approx(by_hand, abs=16 * 524_288)
+
+
+@pytest.mark.parametrize(
+    ("model", "gpu", "gib"),
+    [("gpt-oss-20b", "h100", 13.47), ("gpt-oss-120b", "h100", 64.38), ("gpt-oss-120b", "a100-80g", 65.97)],
+)
+def test_mxfp4_weights_take_what_logs_say_that_loading_took(model, gpu, gib):
+    """vLLM 0.11 and 0.14 with Triton's kernels; 0.10.1 with Marlin's, there on an H100 (issue 23278)."""
+    spec, engine = load_model(model), EngineMemory(mxfp4_left_bytes=1 / 32)
+    taken = spec.weight_bytes() + mxfp4_bytes(spec, load_hardware(gpu), ExpertLayout(), engine)
+    # Tables of positions, biases in fp32 and scales in whole tiles are not counted.
+    assert taken / GIB == pytest.approx(gib, abs=0.25)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "layout", "factor"),
+    [
+        ("h100", ExpertLayout(1), 1),
+        ("h100", ExpertLayout(4), 768 / 720),
+        ("b200", ExpertLayout(4), 768 / 720 * 3072 / 2880),
+        ("b200", ExpertLayout(2, 2, expert_parallel=True), 2944 / 2880 * 3072 / 2880),
+    ],
+)
+def test_mxfp4_experts_are_padded_to_their_kernels_tiles(gpu, layout, factor):
+    """Today's engine: 128 experts of 36 layers, three matrices of 2,880 squared each, 17 bytes per 32 weights."""
+    taken = mxfp4_bytes(load_model("gpt-oss-120b"), load_hardware(gpu), layout, EngineMemory())
+    assert taken == pytest.approx((factor - 1) * 36 * 128 * 3 * 2880**2 * 17 / 32 / layout.gpus)
 
 
 def test_experts_and_latents_count_in_the_activations():
