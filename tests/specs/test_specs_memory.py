@@ -83,7 +83,7 @@ def test_mxfp4_weights_take_what_logs_say_that_loading_took(model, gpu, gib):
     spec, engine = load_model(model), EngineMemory(mxfp4_left_bytes=1 / 32)
     taken = spec.weight_bytes() + mxfp4_bytes(spec, load_hardware(gpu), ExpertLayout(), engine)
     # Tables of positions, biases in fp32 and scales in whole tiles are not counted.
-    assert taken / GIB == pytest.approx(gib, abs=0.25)
+    assert taken / GIB == pytest.approx(gib, abs=0.3)
 
 
 @pytest.mark.parametrize(
