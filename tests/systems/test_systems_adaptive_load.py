@@ -11,6 +11,8 @@ from sim.options.policies import parse_policy
 from sim.options.scenario import Scenario
 from sim.results.goodput import Goodput
 from sim.run.prepare import prepare
+from sim.run.simulate import build_run, execute
+from sim.run.traffic import traffic
 from sim.systems.adaptive.options import AdaptiveOptions
 from sim.systems.adaptive.pace import PIECES, Beside, Correction, Pace
 from sim.systems.adaptive.preset import Adaptive
@@ -117,3 +119,25 @@ def test_more_load_is_no_fewer_good_requests(seed, prompt, output, tpot_ms, ttft
     # Of so few, some are chance.
     assert good[1] >= 0.97 * good[0] - 3
     assert good[2] >= 0.97 * max(good[:2]) - 3
+
+
+@pytest.mark.parametrize(
+    ("gpu", "prompt", "output", "burstiness", "seed", "slos", "loads", "knee"),
+    [
+        ("l20", 1101, 473, 0.5, 1326, (5012.9, 67.4), (1.0, 3.0), 2.7088),
+        ("l40s", 1947, 117, 1.0, 1224, (832.0, 65.0), (2.2, 3.0), 4.4718),
+    ],
+    ids=["parked for prompts where none has time to return", "chance misses of the few that are kept"],
+)
+def test_requests_alike_far_past_the_knee(gpu, prompt, output, burstiness, seed, slos, loads, knee):
+    """Cells where three times the knee's load cost 23 and 6 % of the good requests."""
+    goodput = (f"ttft:{slos[0]}", f"tpot:{slos[1]}")
+    good = []
+    for load in loads:
+        scenario = Scenario(
+            model="llama-3.1-8b", gpu=gpu, workload="fixed", input_len=prompt, output_len=output, goodput=goodput,
+            num_prompts=int(400 * load), request_rate=knee * load, burstiness=burstiness, seed=seed,
+        )  # fmt: skip
+        run = execute(build_run(prepare(scenario, "adaptive", Adaptive()), traffic(scenario)))
+        good.append(run.engines[0].log.good)
+    assert good[1] >= 0.97 * good[0]

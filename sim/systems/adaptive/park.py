@@ -281,13 +281,14 @@ class Park(Recompute):
         """Whether those that are kept, one more and those on the host among them, can take turns and meet their TPOT.
 
         Each decodes for iterations of `iteration_s` and has P for each token: P / `iteration_s` times as many as there
-        are seats and blocks for can be promised.
+        are seats and blocks for can be promised. Turns make no room in P itself: no more than fit it.
         """
         turns = self.order.pace.iteration_s / iteration_s
         seats = len(self.batching.running) + len(self.promoting) + self.num_kept
         away = self.host.num_blocks - self.host.free if self.away else 0
         blocks = self.gpu.num_blocks - self.gpu.free + away * self.num_kept / max(1, len(self.away))
-        return bool(seats < turns * self.max_num_seqs and blocks < turns * self.gpu.num_blocks)
+        most = min(turns * self.max_num_seqs, self.order.most_decodes())
+        return bool(seats < most and blocks < turns * self.gpu.num_blocks)
 
     def _missing(self, judged: Judged | None, parked: Sequence | None) -> tuple[int, Sequence | None]:
         """Blocks that those that are kept lack, copies under way counted, and the first of them."""

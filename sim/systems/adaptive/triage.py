@@ -56,7 +56,8 @@ FILL = 0.92
 PACED_FILL = 0.8
 """The same where TPOT limits the batch: no request is parked there until there is time. Chosen by trials."""
 FILL_STEP, MISSED = 0.5, 0.02
-"""What is filled falls by so much of the share, beyond `MISSED`, of those kept that could not start in time."""
+"""What is filled falls by so much for each arrival's worth of those kept that could not start in time, beyond `MISSED`
+of them. Where few are kept each counts no more: else one of three that is late by chance halves the load."""
 LEAST_FILL, MOST_FILL = 0.3, 1.5
 PREFILL_MARGIN = 1.3
 """A prompt must fit so many times before the first token's deadline."""
@@ -223,8 +224,9 @@ class Triage(Order):
         return seq.request.arrival_s - FOREVER_S if self.is_impatient(seq) else self.remaining_s(seq)
 
     def iteration_s(self) -> float:
-        """What an iteration takes, its share of the prompts that are to be expected included."""
-        return self.decodes_s() / self._decode_share
+        """What an iteration takes, its share of the prompts that are to be expected included: the pace bounds these."""
+        decodes_s = self.decodes_s()
+        return min(decodes_s / self._decode_share, max(decodes_s, self.pace.iteration_s))
 
     def decodes_s(self) -> float:
         """What it takes without prompts."""
@@ -300,7 +302,7 @@ class Triage(Order):
         is_limit = iterations_by_time >= iterations_by_room
         if self.price_limit_s != inf:
             num_kept = sum(arrival.kept for arrival in islice(reversed(arrivals), EVERY))
-            step = FILL_STEP * (min(1.0, self._num_missed / max(1, num_kept)) - MISSED)
+            step = FILL_STEP * (self._num_missed - MISSED * num_kept) / EVERY
             self.fill = min(MOST_FILL, max(LEAST_FILL, self.fill * (1.0 - step)))
         self._num_missed = 0
         # The prompts that are computed are those of requests that are kept, as a rule the shorter ones.
