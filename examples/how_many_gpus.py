@@ -8,14 +8,18 @@ import tempfile
 
 import kvtwin
 
-study = {
+question = {
     "workload": "azure-conv-2023",
-    "num-prompts": 200,
+    "num-prompts": 1000,
     "clip": 4096,
     "model": "llama-2-7b",
-    "gpu": "l20",
-    "policy": ["vllm-v1", "layerkv"],
-    "tune": {"goal": "gpus", "slo": ["p99_ttft_ms:3000", "p99_tpot_ms:200"]},
+    "gpu": ["l20"],
+    "layouts": "engines",
+    "tp": 1,
+    "kv-cache-dtype": "auto",
+    "max-gpus": 6,
+    "seeds": 3,
+    "slo": ["p99_ttft_ms:3000", "p99_tpot_ms:200"],
 }
 folder = sys.argv[1] if len(sys.argv) > 1 else tempfile.mkdtemp()
-print(kvtwin.tune(study, folder, jobs=1).text)
+print(kvtwin.plan(question, folder, jobs=1).text)

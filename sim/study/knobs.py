@@ -40,7 +40,7 @@ def by_trials(
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     study = asked.study
     values = {name: study.values(name) for name in study.axes}
-    what = [study.fixed, values, asked.goal, [str(slo) for slo in asked.slos], asked.prices]
+    what = [study.fixed, values, asked.goal, [str(slo) for slo in asked.slos]]
     name = hashlib.sha256(msgspec.json.encode(what, order="sorted")).hexdigest()[:16]
     try:
         storage: Any = asked.storage or JournalStorage(JournalFileBackend(str(folder / JOURNAL)))
@@ -48,12 +48,11 @@ def by_trials(
             study_name=name,
             storage=storage,
             load_if_exists=True,
-            direction="maximize" if asked.goal in ("load", "goodput") else "minimize",
+            direction="maximize",
             sampler=optuna.samplers.TPESampler(seed=study.fixed.get("seed", 0), constant_liar=True),
         )
     except (ImportError, ValueError, OSError, optuna.exceptions.OptunaError, SQLAlchemyError) as error:
         raise UserError(f"{study.where}: tune.storage = {asked.storage!r}: {str(error).splitlines()[0]}") from error
-    worst = 0.0 if asked.goal in ("load", "goodput") else 1e12
     finished = (optuna.trial.TrialState.COMPLETE,)
     found: dict[str, Candidate] = {}
     before = [trial for trial in kept.get_trials(states=finished) if "point" in trial.user_attrs]
@@ -67,7 +66,7 @@ def by_trials(
         for trial, point in zip(trials, drawn, strict=True):
             value = found[_key(point)].value
             trial.set_user_attr("point", _key(point))
-            kept.tell(trial, worst if value is None else value)
+            kept.tell(trial, value or 0.0)
         left -= len(trials)
     return list(found.values())
 

@@ -1,4 +1,4 @@
-"""Searches that ask for runs: how much load a deployment sustains, how few GPUs sustain the load.
+"""Searches that ask for runs: how much load a deployment sustains.
 
 A search is a generator: it yields the options of a run, hears how it ended, and returns its answer. `answers` drives
 many of them at once, so that workers have something to do and equal runs are made once.
@@ -25,11 +25,9 @@ Search = Generator[dict[str, Any], "Ran", Answer]
 PRECISION = 0.02
 """Loads are found to within this share."""
 MOST_DOUBLINGS = 12
-MOST_ENGINES = 1024
 STAYS = 5.0
 """Arrivals must go on for so many mean latencies before a load counts as sustained: seats and blocks have filled and
 emptied some times by then."""
-STAGES = "pipeline_parallel_size"
 DEFAULT_SLO = "goodput_attainment:0.99"
 NO_LOAD = 2.0**-MOST_DOUBLINGS
 
@@ -199,75 +197,6 @@ def most_load(
         if is_near:
             step = min(step * step, 2.0)
     return Reached(*good, *failing, unknown)
-
-
-def fewest_engines(options: Mapping[str, Any], slos: Sequence[Slo], start: int = 1) -> Search[Reached]:
-    """The fewest engines that sustain the load, by doubling and bisection; `most` is their number, 0 where none do.
-
-    It assumes that what some engines sustain, more of them sustain. `start` is a guess, which is tried first, and then
-    one engine less.
-    """
-    usual = {"router": "least-loaded", **options}
-    good: tuple[int, Ran | None] = (0, None)
-    bad: tuple[int, Ran | None] = (0, None)
-    count = start
-    while count <= MOST_ENGINES:
-        engines: dict[str, Any] = {**usual, "replicas": count}
-        if count == 1:
-            del engines["router"]
-        ran = yield engines
-        if ran.outcome.error is not None and good[1] is None and count == start:
-            return Reached(0.0, None, count, ran)
-        if meets(ran, slos):
-            good = (count, ran)
-        else:
-            bad = (count, ran)
-        if good[1] is None:
-            count *= 2
-        elif good[0] - bad[0] <= 1:
-            break
-        elif count == start:
-            count -= 1
-        else:
-            count = (good[0] + bad[0]) // 2
-    return Reached(*good, *bad)
-
-
-def fewest_pools(options: Mapping[str, Any], slos: Sequence[Slo]) -> Search[Reached]:
-    """The fewest GPUs of engines that prefill and engines that decode, of all splits; `most` is their number.
-
-    As many of each are doubled until they sustain the load; then splits of fewer GPUs are tried, by prefill engines. It
-    assumes that one engine more, of either kind, never turns met SLOs into missed ones.
-    """
-
-    def engines(prefill: int, decode: int) -> dict[str, Any]:
-        return {**options, "prefill_replicas": prefill, "decode_replicas": decode}
-
-    weights = [
-        (options.get(f"{role}_tp") or options.get("tp", 1))
-        * (options.get(f"{role}_{STAGES}") or options.get(STAGES) or 1)
-        for role in ("prefill", "decode")
-    ]
-    good: tuple[int, Ran | None] = (0, None)
-    bad: tuple[int, Ran | None] = (0, None)
-    count = 1
-    while good[1] is None and count <= MOST_ENGINES:
-        ran = yield engines(count, count)
-        if ran.outcome.error is not None and count == 1:
-            return Reached(0.0, None, ran.num_gpus, ran)
-        if meets(ran, slos):
-            good = (ran.num_gpus, ran)
-        else:
-            bad = (ran.num_gpus, ran)
-        count *= 2
-    prefill = 1
-    while (decode := (good[0] - 1 - prefill * weights[0]) // weights[1]) > 0:
-        ran = yield engines(prefill, decode)
-        if meets(ran, slos):
-            good = (ran.num_gpus, ran)
-        else:
-            bad, prefill = (ran.num_gpus, ran), prefill + 1
-    return Reached(*good, *bad)
 
 
 def answers(

@@ -1,8 +1,8 @@
 """`tune`: the policy and the knobs that reach most under SLOs, what binds them, and what would buy more.
 
-Goals: `load`, the most traffic; `gpus`, the fewest GPUs for the traffic as it is; `cost`, the cheapest; `goodput`, the
-most requests within their SLOs at the traffic as it is. All candidates are searched on that traffic; those near the
-best on other draws of it too (`sim.study.draws`), so that answers are intervals.
+Goals: `load`, the most traffic; `goodput`, the most requests within their SLOs at the traffic as it is. All candidates
+are searched on that traffic; those near the best on other draws of it too (`sim.study.draws`), so that answers are
+intervals. How many GPUs it takes is a question for `plan`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -16,14 +16,12 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from sim.errors import UserError
-from sim.options.scenario import GOES_WITH, Scenario
-from sim.options.values import convert
 from sim.parts.options import refuse_idle
 from sim.study.axes import MOST_RUNS, Study, Value, options_at, read_study
 from sim.study.draws import OF_TRAFFIC, OF_WORKLOADS, Like, like_traffic
 from sim.study.intervals import apart, geometric_mean, of_another_draw
 from sim.study.limits import SPEED_ERRORS, Gain, bound_by, changes, faster, gains_of
-from sim.study.points import policy_of, setup_of
+from sim.study.points import setup_of
 from sim.study.search import (
     DEFAULT_SLO,
     PRECISION,
@@ -33,14 +31,11 @@ from sim.study.search import (
     Slo,
     answers,
     check_slos,
-    fewest_engines,
-    fewest_pools,
     most_load,
 )
 from sim.study.sweep import Means, Store, Told, place_of
 
-Goal = Literal["load", "gpus", "cost", "goodput"]
-ENGINES = ("replicas", "prefill_replicas", "decode_replicas")
+Goal = Literal["load", "goodput"]
 GOALS: tuple[Goal, ...] = get_args(Goal)
 NEAR = 1.2
 """Factor from the best on the traffic as it is within which a candidate is tried on every draw."""
@@ -53,7 +48,7 @@ class Candidate(Struct, frozen=True):
     """One policy with its knobs, and what it reached on each draw of the traffic, the traffic as it is first.
 
     Attributes:
-        values: what is best most or least, by the goal and draw; None where no run met the SLOs.
+        values: requests/s, by draw: arriving, or within their SLOs; None where no run met the SLOs.
     """
 
     point: dict[str, Value]
@@ -68,25 +63,18 @@ class Candidate(Struct, frozen=True):
 
     @property
     def value(self) -> float | None:
-        """Loads and goodput on the geometric mean, GPUs and their price on the draw that takes most."""
-        if not self.known:
-            return None
-        return geometric_mean(self.known) if self.goal in ("load", "goodput") else max(self.known)
+        """On the geometric mean of the draws."""
+        return geometric_mean(self.known) if self.known else None
 
     @property
     def interval(self) -> tuple[float, float]:
-        """Where the load or the goodput of another like draw lies with 95 %."""
+        """Where the value of another like draw lies with 95 %."""
         return of_another_draw(self.known, PRECISION if self.goal == "load" else 0.0)
 
     @property
     def shown(self) -> int:
-        """The draw whose run shows it: of GPUs and their price the first that takes most, else the traffic as it is.
-
-        Where one draw has no value, that.
-        """
-        if None in self.values:
-            return self.values.index(None)
-        return 0 if self.goal in ("load", "goodput") else self.values.index(max(self.known))
+        """The draw whose run shows it: the traffic as it is, or the first draw without a value."""
+        return self.values.index(None) if None in self.values else 0
 
     @property
     def ran(self) -> Ran | None:
@@ -110,7 +98,6 @@ class Tuned(Struct, frozen=True):
         candidates: the best first; those that never met the SLOs last, in the file's order.
         gains: of the best, by what was changed.
         low, high: the best's value on a GPU that much slower and faster than its profile says.
-        slack: most load over each draw that the best sustains; none where goodput is the goal.
         alone: why the best was tried on one draw alone; empty where it was on more.
     """
 
@@ -122,18 +109,12 @@ class Tuned(Struct, frozen=True):
     low: float | None
     high: float | None
     speed_error: float
-    slack: tuple[float, ...] = ()
     alone: str = ""
 
     @property
     def best(self) -> Candidate | None:
         """The best candidate; None where none met the SLOs."""
         return self.candidates[0] if self.candidates and self.candidates[0].value is not None else None
-
-    @property
-    def slack_interval(self) -> tuple[float, float]:
-        """Where the load over another like draw lies with 95 % that the best sustains."""
-        return of_another_draw(self.slack, PRECISION)
 
     @property
     def tied(self) -> list[Candidate]:
@@ -176,8 +157,6 @@ class Asked(Struct, frozen=True):
     study: Study
     goal: Goal
     slos: tuple[Slo, ...]
-    prices: dict[str, float] = {}
-    """Of an hour by GPU, in any currency."""
     draws: int | None = None
     """Of the traffic, its own included; None: as many as are usual, one of long traffic."""
     trials: int | None = None
@@ -188,16 +167,16 @@ class Asked(Struct, frozen=True):
 def read_tune(table: Mapping[str, Any], where: str) -> Asked:
     """What is asked for. UserError for a goal or an SLO that is none, or a goal that lacks what it needs."""
     own = table.get("tune", {})
-    price = own.get("price") if isinstance(own, dict) else None
-    if price is not None:
-        table = {**table, "tune": {key: value for key, value in own.items() if key != "price"}}
     study = read_study(table, "tune", where, EXTRA)
     draws = study.repeats if isinstance(own, dict) and "repeats" in own else None
     # Draws are told apart by their traffic, not by the study's own seeds.
     study, extra = replace(study, repeats=1), study.extra
     goal = extra.get("goal", "load")
     if goal not in GOALS:
-        raise UserError(f"{where}: tune.goal = {goal!r} is not one of {', '.join(GOALS)}")
+        raise UserError(
+            f"{where}: tune.goal = {goal!r} is not one of {', '.join(GOALS)}; "
+            "the fewest GPUs, and the cheapest, are what kvtwin plan finds"
+        )
     words = extra.get("slo", ())
     if not words and not study.fixed.get("goodput"):
         raise UserError(f"{where}: no SLO is given: write slo = ['p99_ttft_ms:3000'] into [tune], or goodput = [...]")
@@ -205,13 +184,6 @@ def read_tune(table: Mapping[str, Any], where: str) -> Asked:
         raise UserError(f"{where}: tune.goal = 'goodput' counts requests within goodput = ['ttft:3000', ...]; give it")
     slos = tuple(Slo.parse(word, f"{where}: tune.slo") for word in words or (DEFAULT_SLO,))
     check_slos(slos, f"{where}: tune.slo", counts_goodput="goodput" in study.fixed or "goodput" in study.axes)
-    if (goal == "cost") != (price is not None):
-        raise UserError(
-            f"{where}: goal = 'cost' and price go together; give both or neither, as price = 1.5 or "
-            "price = { l20 = 1.5 } of a GPU and hour: what your seller asks, in any currency, since none ships"
-        )
-    if goal in ("gpus", "cost"):
-        _check_engines(study)
     trials = extra.get("trials")
     if trials is not None and trials < 1:
         raise UserError(f"{where}: tune.trials = {trials}; give 1 or more, or leave it out for every combination")
@@ -219,32 +191,7 @@ def read_tune(table: Mapping[str, Any], where: str) -> Asked:
         raise UserError(f"{where}: tune.trials = {trials} is more than {MOST_RUNS:,}; give fewer")
     if extra.get("storage") and trials is None:
         raise UserError(f"{where}: tune.storage is where trials are kept; give trials, or leave it out")
-    return Asked(study, goal, slos, _prices(price, study), draws, trials, extra.get("storage"))
-
-
-def _prices(given: object, study: Study) -> dict[str, float]:
-    """Price of an hour by GPU; UserError where one is missing or no price."""
-    where = f"{study.where}: tune.price"
-    gpus = sorted({str(gpu) for gpu in study.values("gpu") or [study.fixed.get("gpu", Scenario.gpu)]})
-    if given is None:
-        return {}
-    table = given if isinstance(given, dict) else dict.fromkeys(gpus, given)
-    found = {gpu: convert(f"{where} {gpu}", price, float) for gpu, price in table.items()}
-    for gpu in gpus:
-        if not found.get(gpu, 0.0) > 0:
-            raise UserError(f"{where}: {gpu} has none above 0; write price = {{ {gpu} = 1.5 }}")
-    return found
-
-
-def _check_engines(study: Study) -> None:
-    for name in ENGINES:
-        if name in study.fixed or name in study.axes:
-            shown = name.replace("_", "-")
-            raise UserError(f"{study.where}: {shown!r} is what the goal looks for; leave it out")
-    for name in ("prefill_gpu", "decode_gpu"):
-        if study.extra.get("goal") == "cost" and (name in study.fixed or name in study.axes):
-            shown = name.replace("_", "-")
-            raise UserError(f"{study.where}: {shown!r}: goal = 'cost' prices one kind of GPU; leave it out")
+    return Asked(study, goal, slos, draws, trials, extra.get("storage"))
 
 
 def tune(asked: Asked, folder: Path, means: Means, begin: Callable[[int], Told] | None = None) -> Tuned:
@@ -265,7 +212,7 @@ class _Tuner:
     def tune(self) -> Tuned:
         asked = self.asked
         if asked.trials is None:
-            places = [place_of(_options(asked, point, {}), point) for point in asked.study.points]
+            places = [place_of(self._options(point), point) for point in asked.study.points]
             refuse_idle(one for place in places for one in place.conditional)
             found = self._as_it_is(asked.study.points)
         else:
@@ -282,7 +229,7 @@ class _Tuner:
 
     def _as_it_is(self, points: Sequence[dict[str, Value]]) -> list[Candidate]:
         """Candidates by what they reach on the traffic as it is."""
-        reached = self._answers([self._search(_options(self.asked, point, {})) for point in points])
+        reached = self._answers([self._search(self._options(point)) for point in points])
         return [
             Candidate(p, (h,), (_value(self.asked, h),), self.asked.goal) for p, h in zip(points, reached, strict=True)
         ]
@@ -292,7 +239,7 @@ class _Tuner:
         near = [c for c in found if c.value and found[0].value and abs(log(c.value / found[0].value)) <= log(NEAR)]
         traffics = [self._like(c.point).options[1:] for c in near]
         searches = [
-            self._search(_on(traffic, _options(self.asked, candidate.point, {})), candidate.reached[0])
+            self._search(_on(traffic, self._options(candidate.point)), candidate.reached[0].most, STEP)
             for candidate, others in zip(near, traffics, strict=True)
             for traffic in others
         ]
@@ -305,21 +252,17 @@ class _Tuner:
         return [drawn.get(id(candidate), candidate) for candidate in found]
 
     def _like(self, point: Mapping[str, Value]) -> Like:
-        options = _options(self.asked, point, {})
+        options = self._options(point)
         traffic = {name: options[name] for name in (*OF_TRAFFIC, *OF_WORKLOADS, "seed") if name in options}
         if (key := repr(traffic)) not in self._traffics:
             self._traffics[key] = like_traffic(traffic, self.asked.draws, self.folder)
         return self._traffics[key]
 
-    def _search(self, options: dict[str, Any], near: Reached | None = None) -> Search[Reached]:
-        """The goal's search for a candidate, from what it reached on like traffic."""
-        if self.asked.goal in ("gpus", "cost"):
-            if _hands_over(options):
-                return fewest_pools(options, self.asked.slos)
-            return fewest_engines(options, self.asked.slos, int(near.most) if near is not None else 1)
-        return self._loaded(options, near.most if near is not None else 1.0, 2.0 if near is None else STEP)
+    def _options(self, point: Mapping[str, Value]) -> dict[str, Any]:
+        """Of a candidate's run on the traffic as it is."""
+        return dict(options_at(self.asked.study, point, 0))
 
-    def _loaded(self, options: dict[str, Any], start: float, step: float) -> Search[Reached]:
+    def _search(self, options: dict[str, Any], start: float = 1.0, step: float = 2.0) -> Search[Reached]:
         """How much load a deployment sustains, or its goodput where that is the goal."""
         if self.asked.goal == "goodput":
             return _goodput(options)
@@ -330,54 +273,25 @@ class _Tuner:
         asked, best = self.asked, found[0]
         if best.value is None or best.ran is None:
             return Tuned(asked.study, asked.goal, asked.slos, found, [], None, None, 0.0)
-        engines: dict[str, Any] = {}
-        if asked.goal in ("gpus", "cost"):
-            engines = {name: best.ran.options[name] for name in (*ENGINES, "router") if name in best.ran.options}
-        like = self._like(best.point)
-        bases = [_on(traffic, _options(asked, best.point, engines)) for traffic in like.options[: len(best.values)]]
-        held = best.reached
-        if asked.goal in ("gpus", "cost"):
-            held = tuple(self._answers([self._loaded(base, 1.0, COARSE) for base in bases]))
-        base, at_first = bases[best.shown], held[best.shown]
+        like, at_first = self._like(best.point), best.reached[0]
+        base = _on(like.options[0], self._options(best.point))
         what_if = changes(base)
         error = SPEED_ERRORS[setup_of(base).profile.status]
-        searches = [self._loaded({**base, **change.options}, at_first.most or 1.0, COARSE) for change in what_if]
-        searches += [
-            self._search(_on(like.options[best.shown], _options(asked, best.point, speed)), best.reached[best.shown])
-            for speed in (faster(base, 1.0 - error), faster(base, 1.0 + error))
-        ]
+        searches = [self._search({**base, **change.options}, at_first.most or 1.0, COARSE) for change in what_if]
+        speeds = (faster(base, 1.0 - error), faster(base, 1.0 + error))
+        searches += [self._search({**base, **speed}, at_first.most, STEP) for speed in speeds]
         *changed, slow, fast = self._answers(searches)
-        share = best.value / (best.known[best.shown] or 1.0)
+        share = best.value / (best.known[0] or 1.0)
         low, high = (None if end is None else end * share for end in (_value(asked, slow), _value(asked, fast)))
-        slack = () if asked.goal == "goodput" else tuple(one.most for one in held)
-        return Tuned(
-            asked.study, asked.goal, asked.slos, found, gains_of(what_if, at_first, changed), low, high, error, slack,
-            like.alone,
-        )  # fmt: skip
+        gains = gains_of(what_if, at_first, changed)
+        return Tuned(asked.study, asked.goal, asked.slos, found, gains, low, high, error, like.alone)
 
 
 def ranked(asked: Asked, candidates: Sequence[Candidate]) -> list[Candidate]:
     """The best first, of equals the one furthest from its SLOs; those that never met them last, in their order."""
-    sign = -1.0 if asked.goal in ("load", "goodput") else 1.0
-    known = [((sign * c.value, _margin(asked, c)), c) for c in candidates if c.value is not None]
+    known = [((-c.value, _margin(asked, c)), c) for c in candidates if c.value is not None]
     known.sort(key=itemgetter(0))
     return [c for _, c in known] + [c for c in candidates if c.value is None]
-
-
-def _hands_over(options: Mapping[str, Any]) -> bool:
-    try:
-        return policy_of(options)[1].hands_over
-    except UserError:
-        # As the run will say.
-        return False
-
-
-def _options(asked: Asked, point: Mapping[str, Value], more: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of a run. Where engines are searched, those of pools are left to the policies that hand over."""
-    found = {**dict(options_at(asked.study, point, 0)), **more}
-    if asked.goal not in ("gpus", "cost") or _hands_over(found):
-        return found
-    return {name: value for name, value in found.items() if GOES_WITH.get(name) != "prefill_replicas"}
 
 
 def _goodput(options: dict[str, Any]) -> Search[Reached]:
@@ -394,16 +308,11 @@ def _on(traffic: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any
 
 
 def _value(asked: Asked, reached: Reached) -> float | None:
-    """What the goal counts: load in requests/s, GPUs, their price an hour, or goodput in requests/s."""
+    """What the goal counts, load or goodput, in requests/s."""
     ran = reached.ran
     if ran is None or ran.result is None:
         return None
-    if asked.goal == "load":
-        return offered_per_s(ran.result)
-    if asked.goal == "goodput":
-        return reached.most
-    price = asked.prices[ran.options.get("gpu", Scenario.gpu)] if asked.goal == "cost" else 1.0
-    return ran.num_gpus * price
+    return offered_per_s(ran.result) if asked.goal == "load" else reached.most
 
 
 def offered_per_s(result: Mapping[str, Any]) -> float:

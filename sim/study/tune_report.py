@@ -18,16 +18,16 @@ from matplotlib.ticker import MaxNLocator
 
 from sim.files import write_atomically
 from sim.results.figures.style import FAINT, dress, new_figure, plain_text, policy_colour, save_figure, set_title
-from sim.study.intervals import CONFIDENCE, geometric_mean
+from sim.study.intervals import CONFIDENCE, geometric_mean, of_another_draw
 from sim.study.limits import BINDS, MORE, Gain
-from sim.study.search import MOST_ENGINES, Ran
+from sim.study.search import PRECISION
 from sim.study.sweep import engines_of_runs_differ, told_where
 from sim.study.tables import Frame
 from sim.study.tune import Candidate, Tuned
 
 FRONT = ("p99_ttft_ms", "p99_tpot_ms", "output_throughput_per_gpu")
 """What the Pareto front is over: least, least, most."""
-UNITS = {"load": "requests/s", "gpus": "GPUs", "cost": "an hour", "goodput": "requests/s within the SLOs"}
+UNITS = {"load": "requests/s", "goodput": "requests/s within the SLOs"}
 MOST_BARS = 14
 MOST_NAMED = 5
 MUCH = 10.0
@@ -100,9 +100,7 @@ def lines(tuned: Tuned) -> Iterator[str]:
     ):
         yield told
     if best is None or best.ran is None or best.ran.result is None:
-        most = {"load": "whatever the load", "goodput": "at this traffic"}.get(
-            tuned.goal, f"with {MOST_ENGINES} engines"
-        )
+        most = {"load": "whatever the load", "goodput": "at this traffic"}[tuned.goal]
         yield f"No candidate meets {wanted}, {most}."
         yield from _without_value(tuned)
         return
@@ -152,13 +150,6 @@ def _without_value(tuned: Tuned) -> Iterator[str]:
 
 def _reached(tuned: Tuned, candidate: Candidate) -> str:
     value = candidate.value or 0.0
-    ran = candidate.ran
-    if tuned.goal == "gpus":
-        gpus = f"{value:.0f} GPU{'s' if value > 1 else ''}"
-        engines = _engines(ran)
-        return gpus if engines.split()[0] == f"{value:.0f}" else f"{gpus} ({engines})"
-    if tuned.goal == "cost":
-        return f"{value:.2f} an hour ({ran.num_gpus if ran else 0} GPUs)"
     if tuned.goal == "goodput":
         return f"{value:.3g} requests/s within the SLOs of the scenario"
     least = "at least " if any(one.unknown for one in candidate.reached) else ""
@@ -172,19 +163,13 @@ def _load(candidate: Candidate) -> float:
 
 
 def _ends(candidate: Candidate) -> tuple[float | None, float | None]:
-    """The ends of what like traffic gives: of loads and goodput with 95 %, of GPUs and prices what the draws took."""
-    if len(candidate.known) < 2:
-        return None, None
-    return candidate.interval if candidate.goal in ("load", "goodput") else (min(candidate.known), max(candidate.known))
+    """The ends of what another like draw gives with 95 %."""
+    return candidate.interval if len(candidate.known) > 1 else (None, None)
 
 
-def _engines(ran: Ran | None) -> str:
-    """The engines of a run: `3 engines`, or `1 prefill and 2 decode engines`."""
-    options = ran.options if ran is not None else {}
-    if "prefill_replicas" in options:
-        return f"{options['prefill_replicas']} prefill and {options['decode_replicas']} decode engines"
-    count = options.get("replicas", 1)
-    return f"{count} engine{'s' if count > 1 else ''}"
+def _load_ends(candidate: Candidate) -> tuple[float, float]:
+    """The same of the load that it sustains, in times the traffic."""
+    return of_another_draw([one.most for one in candidate.reached], PRECISION)
 
 
 def _measured(slos: Sequence[Any], result: Mapping[str, Any] | None) -> str:
@@ -199,19 +184,14 @@ def _figure(value: float) -> str:
 
 
 def _next_to(tuned: Tuned, best: Candidate) -> Iterator[str]:
-    reached = best.reached[best.shown]
+    reached = best.reached[0]
     if tuned.goal == "goodput" or reached.ran is None:
         return
-    where = (
-        "There" if len(best.values) == 1 else "On the draw that takes most" if best.shown else "On the traffic as it is"
-    )
-    if tuned.goal == "load" and len(best.values) > 1:
-        where += f", at {reached.most:.3g} times it,"
+    where = "There" if len(best.values) == 1 else f"On the traffic as it is, at {reached.most:.3g} times it,"
     text = f"{where} {_measured(tuned.slos, reached.ran.result)}"
     if reached.failing is not None and reached.least_failing:
-        few = reached.least_failing
-        where = f"{few:.3g} times the traffic" if tuned.goal == "load" else _engines(reached.failing)
-        text += f"; with {where} {_measured(tuned.slos, reached.failing.result)}"
+        failing = f"{reached.least_failing:.3g} times the traffic"
+        text += f"; with {failing} {_measured(tuned.slos, reached.failing.result)}"
     yield text + "."
     if reached.unknown:
         yield f"More may be sustained: {reached.unknown}."
@@ -260,29 +240,25 @@ def _over_draws(tuned: Tuned, best: Candidate) -> str:
     if tuned.goal == "goodput":
         low, high = best.interval
         return f"{low:.3g} to {high:.3g} requests/s {of_draws}"
-    low, high = tuned.slack_interval
-    load = f"{low:.3g} to {high:.3g} times the traffic {of_draws}"
-    if tuned.goal == "load":
-        return load
-    fewest, most = (f"{end:.3g}" for end in (min(best.known), max(best.known)))
-    took = f"each takes {most}" if fewest == most else f"they take {fewest} to {most}"
-    return f"{took} ({UNITS[tuned.goal]}), which sustain {geometric_mean(tuned.slack):.3g} times the traffic; {load}"
+    low, high = _load_ends(best)
+    return f"{low:.3g} to {high:.3g} times the traffic {of_draws}"
 
 
 def write(folder: Path, tuned: Tuned) -> None:
     """Write `tune.txt`, `tune.json`, `candidates.csv` and `tune.png`."""
-    table = candidates_table(tuned)
+    table, best = candidates_table(tuned), tuned.best
+    has_load = best is not None and tuned.goal == "load"
     data = {
         "goal": tuned.goal,
         "slos": [str(slo) for slo in tuned.slos],
-        "best": tuned.best.point if tuned.best else None,
-        "value": tuned.best.value if tuned.best else None,
+        "best": best.point if best else None,
+        "value": best.value if best else None,
         "unit": UNITS[tuned.goal],
         "range": [tuned.low, tuned.high],
-        "draws": len(tuned.best.values) if tuned.best else 1,
-        "interval": list(_ends(tuned.best)) if tuned.best else None,
-        "load_held": geometric_mean(tuned.slack) if tuned.slack else None,
-        "load_interval": list(tuned.slack_interval) if len(tuned.slack) > 1 else None,
+        "draws": len(best.values) if best else 1,
+        "interval": list(_ends(best)) if best else None,
+        "load_held": _load(best) if best and has_load else None,
+        "load_interval": list(_load_ends(best)) if best and has_load and len(best.values) > 1 else None,
         "binds": tuned.binds,
         "limits_raised_by": MORE,
         "gains": {gain.change.name: gain.gain for gain in tuned.gains},
@@ -310,8 +286,7 @@ def draw(tuned: Tuned) -> Figure:
     drawn = [c.known for c in known]
     _bars(left, names, [c.value or 0.0 for c in known], spans=[(min(values), max(values)) for values in drawn])
     dress(left, UNITS[tuned.goal] + (", and the draws' least and most" if max(map(len, drawn), default=1) > 1 else ""))
-    left.xaxis.set_major_locator(MaxNLocator("auto", integer=tuned.goal == "gpus"))
-    set_title(left, {"gpus": "GPUs needed", "cost": "Price an hour"}.get(tuned.goal, "What each reaches"))
+    set_title(left, "What each reaches")
     _front(middle, candidates_table(tuned))
     gains = [gain for gain in tuned.gains if gain.gain is not None]
     gains.sort(key=lambda gain: (gain.change.kind, -(gain.gain or 0.0)))

@@ -42,7 +42,6 @@ STUDIES = {
     "map": f'[map]\nmetric = "mean_ttft_ms"\n[map.grid]\n{GRID}',
     "map of goodput": f"[map.grid]\n{GRID}tp = [1, 2]",
     "tune": '[tune]\nslo = ["p99_ttft_ms:400"]\n[tune.grid]\nmax-num-seqs = [1, 64]',
-    "tune for engines": '[tune]\ngoal = "cost"\nprice = 0.8\nslo = ["p99_ttft_ms:160"]',
 }
 
 

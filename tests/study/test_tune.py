@@ -19,10 +19,10 @@ from sim.study.intervals import geometric_mean
 from sim.study.limits import BINDS, binding
 from sim.study.plan import bracket
 from sim.study.points import Outcome
-from sim.study.search import PRECISION, Ran, Reached, Slo, fewest_engines, fewest_pools, most_load
+from sim.study.search import PRECISION, Ran, Reached, Slo, most_load
 from sim.study.sweep import Means
-from sim.study.tune import ENGINES, Candidate, Tuned, offered_per_s, ranked, read_tune, tune
-from sim.study.tune_report import on_front
+from sim.study.tune import Candidate, Tuned, offered_per_s, ranked, read_tune, tune
+from sim.study.tune_report import _by_default, on_front
 
 SLOS = (Slo("p99_ttft_ms", 100.0),)
 
@@ -36,7 +36,6 @@ def driven(search, ttft_ms, gpus=lambda options: 1, result=lambda options: {}):
         except StopIteration as end:
             return end.value, count
         count += 1
-        assert all(type(options[name]) is int for name in ENGINES if name in options)
         measured = {"p99_ttft_ms": ttft_ms(options), "completed": 10, "num_prompts": 10}
         ran = Ran(options, gpus(options), Outcome("k", measured | {"completed": 40} | result(options)))
 
@@ -78,32 +77,6 @@ def test_what_changes_nothing_gains_nothing_though_p99_goes_up_and_down_with_loa
     assert driven(most_load({}, SLOS, start=start, step=step, is_near=True), ttft_ms)[0].most == first.most
 
 
-@given(st.integers(1, 500), st.integers(1, 500))
-def test_the_fewest_engines_are_found_exactly_whatever_the_guess(threshold, guess):
-    reached, count = driven(
-        fewest_engines({}, SLOS, guess), lambda options: 50.0 if options["replicas"] >= threshold else 150.0
-    )
-    assert reached.most == threshold and reached.least_failing == threshold - 1
-    assert count <= (2 if guess == threshold else 22)
-
-
-@given(st.lists(st.tuples(st.integers(1, 12), st.integers(1, 12)), min_size=1), st.integers(1, 4), st.integers(1, 4))
-def test_the_fewest_gpus_of_two_pools_are_those_of_the_cheapest_split(least, prefill_tp, decode_tp):
-    """What sustains the load is at least one of `least` in both pools, which any monotone rule is."""
-
-    def gpus(options):
-        return options["prefill_replicas"] * prefill_tp + options["decode_replicas"] * decode_tp
-
-    def ttft_ms(options):
-        reached = any(options["prefill_replicas"] >= p and options["decode_replicas"] >= d for p, d in least)
-        return 50.0 if reached else 150.0
-
-    search = fewest_pools({"tp": prefill_tp, "decode_tp": decode_tp}, SLOS)
-    reached, count = driven(search, ttft_ms, gpus)
-    assert reached.most == min(p * prefill_tp + d * decode_tp for p, d in least) == gpus(reached.ran.options)
-    assert ttft_ms(reached.ran.options) == 50.0 and count <= 150
-
-
 def test_a_bound_that_is_just_reached_is_kept():
     for slo, missed in ((Slo("p99_ttft_ms", 100.0), 100.001), (Slo("goodput_attainment", 0.9), 0.8999)):
         assert [slo.met({slo.metric: value}) for value in (slo.bound, missed, None)] == [True, False, False]
@@ -140,22 +113,12 @@ def test_a_load_whose_arrivals_end_before_a_queue_shows_is_not_sustained():
     assert (at_once.ran, count) == (None, 1) and "arrive at once" in at_once.unknown
 
 
-@pytest.mark.parametrize(("searched", "asked"), [(most_load, 1.0), (fewest_engines, 1), (fewest_pools, 7)])
-def test_what_is_refused_as_it_is_is_not_tried_with_less_or_more(searched, asked):
-    search = searched({}, SLOS)
+def test_what_is_refused_as_it_is_is_not_tried_with_less_or_more():
+    search = most_load({}, SLOS)
     refused = Ran(next(search), 7, Outcome("k", None, "no such GPU"))
     with pytest.raises(StopIteration) as end:
         search.send(refused)
-    assert end.value.value == Reached(0.0, None, asked, refused)
-
-
-@pytest.mark.parametrize(("searched", "name"), [(fewest_engines, "replicas"), (fewest_pools, "decode_replicas")])
-def test_what_is_refused_for_more_engines_does_not_meet_slos(searched, name):
-    search = searched({}, SLOS)
-    first = Ran(next(search), 1, Outcome("k", {"p99_ttft_ms": 150.0, "completed": 10, "num_prompts": 10}))
-    second = search.send(first)
-    assert second[name] == 2
-    assert search.send(Ran(second, 2, Outcome("k", None, "too many")))[name] == 4
+    assert end.value.value == Reached(0.0, None, 1.0, refused)
 
 
 @pytest.mark.parametrize("ttft_ms", [50.0, 150.0])
@@ -234,57 +197,6 @@ def test_the_load_found_is_the_one_that_a_scan_finds(tmp_path):
     assert found.best.reached[0].most == pytest.approx(most, rel=0.04)
 
 
-def test_the_fewest_gpus_are_those_that_a_scan_finds(tmp_path, capsys):
-    study = FIXED | {"max-num-seqs": 2, "policy": ["vllm-v1", "vllm-recompute"]}
-    path = tmp_path / "s.toml"
-    lines = [f"{key} = {json.dumps(value)}" for key, value in study.items()]
-    path.write_text(
-        "\n".join([*lines, '[tune]\ngoal = "cost"', 'slo = ["p99_ttft_ms:2000"]', "price = 1.25", "repeats = 1"])
-    )
-    assert kvtwin.main(["tune", str(path), "--out", str(tmp_path / "t"), "--jobs", "1"]) == 0
-    said = capsys.readouterr().out
-    answer = json.loads((tmp_path / "t" / "tune.json").read_text())
-    scenario = kvtwin.Scenario(
-        workload="fixed", num_prompts=60, request_rate=4.0, gpu="l20", input_len=200, output_len=60, max_num_seqs=2,
-        router="least-loaded",
-    )  # fmt: skip
-    meets = {}
-    for count in (1, 2, 3, 4):
-        several = kvtwin.Scenario(**(vars(scenario) | ({"replicas": count} if count > 1 else {"router": None})))
-        for policy in ("vllm-v1", "vllm-recompute"):
-            meets[policy, count] = kvtwin.simulate(several, policy).result.p99_ttft_ms <= 2000
-    fewest = min(count for (_, count), reached in meets.items() if reached)
-    assert fewest > 1
-    assert answer["value"] == 1.25 * fewest and answer["unit"] == "an hour"
-    assert f"{1.25 * fewest:.2f} an hour ({fewest} GPUs)" in said and "What binds it: seats" in said
-    assert {path.name for path in (tmp_path / "t").iterdir()} == {
-        "candidates.csv", "points", "tune.json", "tune.png", "tune.txt",
-    }  # fmt: skip
-
-
-def test_the_fewest_gpus_of_two_pools_are_those_that_a_scan_finds(tmp_path):
-    study = FIXED | {
-        "input-len": 3000,
-        "output-len": 40,
-        "gpu": "t4",
-        "model": "qwen3-0.6b",
-        "link-gbps": 100,
-        "request-rate": 16,
-    }
-    study |= {"policy": ["distserve", "vllm-v1"], "tune": {"goal": "gpus", "slo": TTFT, "repeats": 1}}
-    found = kvtwin.tune(study, tmp_path, jobs=1)
-    pools, together = sorted(found.tuned.candidates, key=lambda c: c.point["policy"])
-    scan = {"prefill-replicas": [1, 2, 3, 4, 5], "decode-replicas": [1, 2, 3]}
-    alone = {name: value for name, value in study.items() if name != "tune"}
-    rows = kvtwin.sweep(alone | {"policy": "distserve", "sweep": {"grid": scan}}, tmp_path, jobs=1).table
-    assert pools.value == rows.loc[rows["p99_ttft_ms"] <= 2000, "num_gpus"].min() > 2
-    assert f"{pools.ran.options['prefill_replicas']} prefill and" in found.text
-    assert "replicas" in together.ran.options or together.value == 1
-    assert "Not searched: max-num-batched-tokens" in found.text, (
-        "a budget nobody named turns pools against like engines"
-    )
-
-
 def test_the_most_goodput_at_the_load_as_it_is(tmp_path):
     study = FIXED | {"goodput": ["ttft:500"], "request-rate": 2}
     study |= {"tune": {"goal": "goodput", "repeats": 2, "grid": {"max-num-seqs": [1, 4]}}}
@@ -308,18 +220,16 @@ def test_that_nothing_meets_the_slos_is_said(tmp_path):
     assert found.text.startswith("No candidate meets p99_ttft_ms <= 0.001")
 
 
-@pytest.mark.parametrize(("goal", "places"), [("goodput", [3, 4, 1, 0, 2]), ("gpus", [0, 4, 1, 3, 2])])
-def test_the_best_is_first_and_of_equals_the_one_furthest_from_its_slos(goal, places):
+def test_the_best_is_first_and_of_equals_the_one_furthest_from_its_slos():
     """What reaches nothing is behind what reaches little, and before what never met the SLOs; TTFT at most 100 ms."""
-    goodput = {"goodput": ["ttft:100"]} if goal == "goodput" else {}
-    asked = read_tune(FIXED | goodput | {"tune": {"goal": goal, "slo": ["p99_ttft_ms:100"]}}, "t")
+    asked = read_tune(FIXED | {"goodput": ["ttft:100"], "tune": {"goal": "goodput", "slo": ["p99_ttft_ms:100"]}}, "t")
 
     def candidate(value, ttft_ms):
         ran = None if value is None else Ran({}, 1, Outcome("k", {"p99_ttft_ms": ttft_ms}))
-        return Candidate({}, (Reached(1.0, ran, None, None),), (value,), goal)
+        return Candidate({}, (Reached(1.0, ran, None, None),), (value,), "goodput")
 
     given = [candidate(*it) for it in ((0.0, 50.0), (0.5, 60.0), (None, 0.0), (0.75, 90.0), (0.5, 40.0))]
-    assert [given.index(c) for c in ranked(asked, given)] == places
+    assert [given.index(c) for c in ranked(asked, given)] == [3, 4, 1, 0, 2]
 
 
 def test_a_least_counts_beside_a_most_in_how_near_a_candidate_comes():
@@ -342,17 +252,18 @@ def test_load_is_counted_over_the_arrivals_or_the_duration_where_they_are_not_ke
         assert offered_per_s({"arrival_span_s": span_s, "duration": duration_s, "num_prompts": 10}) == per_s
 
 
-@pytest.mark.parametrize(("goal", "worst"), [("load", 0.0), ("cost", 1e12)])
-def test_what_never_meets_the_slos_is_the_worst_of_all_trials(tmp_path, goal, worst):
-    """Optuna is told so of each, by the goal: of its loads the least, of its costs the most."""
+def test_what_never_meets_the_slos_is_the_worst_of_all_trials(tmp_path):
+    """Optuna is told so of each: the least of all loads."""
     optuna = pytest.importorskip("optuna")
     url = f"sqlite:///{tmp_path / 'trials.db'}"
     study = FIXED | {"goodput": ["ttft:300"], "tune": {"slo": TTFT, "grid": {"max-num-seqs": [1, 2]}}}
-    asked = structs.replace(read_tune(study, "x"), goal=goal, trials=9, storage=url)
+    asked = structs.replace(read_tune(study, "x"), trials=9, storage=url)
     reached, _ = driven(most_load({}, SLOS), lambda options: 150.0)
 
     def reach(points):
-        return [Candidate(point, (reached,), (None if point["max_num_seqs"] == 2 else 7.5,), goal) for point in points]
+        return [
+            Candidate(point, (reached,), (None if point["max_num_seqs"] == 2 else 7.5,), "load") for point in points
+        ]
 
     found = {candidate.point["max_num_seqs"]: candidate.value for candidate in
              drawing.by_trials(asked, tmp_path, reach, None)}  # fmt: skip
@@ -360,7 +271,7 @@ def test_what_never_meets_the_slos_is_the_worst_of_all_trials(tmp_path, goal, wo
     (name,) = optuna.get_all_study_names(url)
     trials = optuna.load_study(study_name=name, storage=url).trials
     assert {(json.loads(trial.user_attrs["point"])["max_num_seqs"], trial.value) for trial in trials} == {
-        (1, 7.5), (2, worst)
+        (1, 7.5), (2, 0.0)
     }  # fmt: skip
 
 
@@ -414,12 +325,11 @@ def test_trials_without_optuna_say_what_to_install(tmp_path, monkeypatch):
         ({"slo": ["goodput_attainment:99"]}, "99 % is goodput_attainment:0.99"),
         ({"slo": ["goodput_attainment:0.9"]}, "counts requests within goodput = ['ttft:3000', ...]; give it"),
         ({"slo": [*TTFT, "p99_ttft_ms:90"]}, "p99_ttft_ms <= 2000 and p99_ttft_ms <= 90 bound one metric"),
-        ({"slo": TTFT, "goal": "speed"}, "'speed' is not one of load, gpus, cost, goodput"),
+        (
+            {"slo": TTFT, "goal": "gpus"},
+            "'gpus' is not one of load, goodput; the fewest GPUs, and the",
+        ),
         ({"slo": TTFT, "goal": "goodput"}, "counts requests within goodput"),
-        ({"slo": TTFT, "price": 1.0}, "give both or neither"),
-        ({"slo": TTFT, "goal": "cost", "price": {"h100": 3.0}}, "l20 has none above 0"),
-        ({"slo": TTFT, "goal": "gpus", "grid": {"replicas": [1, 2]}}, "'replicas' is what the goal looks for"),
-        ({"slo": TTFT, "goal": "cost", "price": 1.0, "grid": {"decode-gpu": ["l20"]}}, "prices one kind of GPU"),
         ({"slo": TTFT, "storage": "sqlite://"}, "give trials, or leave it out"),
         ({"slo": TTFT, "trial": 3}, "unknown key tune.trial"),
         ({"slo": TTFT, "trials": 0}, "tune.trials = 0; give 1 or more"),
@@ -444,14 +354,13 @@ def test_what_could_not_run_is_told_apart_from_what_missed_the_slos(tmp_path):
     assert re.search(r"1 could not be tried \(vllm-v1, tp 3\): .*heads", text)
 
 
-def planted(monkeypatch, sustains, *, counts_gpus=False):
-    """Runs sustain what a function of their options says of the load, engines of the GPUs; else the TTFT is 3 s."""
+def planted(monkeypatch, sustains):
+    """Runs sustain what a function of their options says of the load; else the TTFT is 3 s."""
 
     def perform(planned, store, *_):
         for place in planned:
             factor = place.options.get("rate_scale", 1.0)
-            engines = place.options.get("replicas") or 1
-            ttft_ms = 1000.0 if factor <= sustains(place.options) * (engines if counts_gpus else 1) else 3000.0
+            ttft_ms = 1000.0 if factor <= sustains(place.options) else 3000.0
             result = {"p99_ttft_ms": ttft_ms, "completed": 40, "num_prompts": 40, "arrival_span_s": 1e6 / factor,
                       "mean_e2el_ms": 1.0, "duration": 10.0, "policy": "vllm-v1", "profile": {}}  # fmt: skip
             store.put(Outcome(place.outcome.key, result))
@@ -480,13 +389,18 @@ def test_draws_make_the_loads_interval_and_those_that_cross_a_tie(monkeypatch, t
     assert {found.best.point["max_num_seqs"]} | tied == {256, 128}, "64 is behind on every draw, 32 on the first by far"
 
 
-def test_gpus_are_those_of_the_draw_that_takes_most(monkeypatch, tmp_path):
-    """An engine sustains 0.4 of one draw, 0.6 of another: 3 and 2 engines; 1.2 times the traffic each."""
-    planted(monkeypatch, lambda options: (0.4, 0.6, 0.4)[options.get("seed", 0)], counts_gpus=True)
-    study = FIXED | {"tune": {"goal": "gpus", "slo": TTFT, "repeats": 3}}
-    found = tune(read_tune(study, "t"), tmp_path, Means())
-    assert found.best.values == (3, 2, 3) and found.best.value == 3 and found.best.ran.options["replicas"] == 3
-    assert found.slack == pytest.approx((1.2, 1.8, 1.2), rel=PRECISION)
+def test_that_pools_against_like_engines_hang_on_a_budget_nobody_named_is_said():
+    asked = read_tune(FIXED | {"tune": {"slo": TTFT}}, "t")
+
+    def told(points):
+        budget = {"scenario": {"max_num_batched_tokens": 2048}}
+        runs = [Ran(point, 1, Outcome("k", budget)) for point in points]
+        found = [Candidate(ran.options, (Reached(1.0, ran, None, None),), (None,), "load") for ran in runs]
+        return list(_by_default(Tuned(asked.study, "load", SLOS, found, [], None, None, 0.1)))
+
+    (said,) = told([{"prefill_replicas": 1}, {}])
+    assert said.startswith("Not searched: max-num-batched-tokens (2,048 by default)")
+    assert told([{}, {}]) == told([{"prefill_replicas": 1, "max_num_batched_tokens": 2048}, {}]) == []
 
 
 def test_long_traffic_and_what_cannot_be_resampled_is_one_draw_and_why_is_said(tmp_path):
