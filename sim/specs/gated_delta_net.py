@@ -35,9 +35,10 @@ class GatedDeltaNetSpec(msgspec.Struct, frozen=True, kw_only=True):
         """Elements of one token between a layer's projections: queries, keys, values, gates and the heads' result."""
         return self.conv_width + 2 * self.value_width + 2 * self.num_value_heads
 
-    def projection_weights(self, hidden_size: int) -> int:
-        """Elements of a layer's projections: queries, keys, values, output gate, two gates a head, output."""
-        return hidden_size * (self.conv_width + 2 * self.value_width + 2 * self.num_value_heads)
+    def widths(self, hidden_size: int, tp: int) -> list[tuple[float, float]]:
+        """Inputs and outputs per GPU of a layer's products: to queries, keys, values and gates, and out of it."""
+        first = self.conv_width + self.value_width + 2 * self.num_value_heads
+        return [(hidden_size, first / tp), (self.value_width / tp, hidden_size)]
 
     @property
     def other_params(self) -> int:

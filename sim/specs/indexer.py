@@ -40,11 +40,6 @@ class IndexerSpec(msgspec.Struct, frozen=True, kw_only=True):
         """Scores of all heads of one layer, of a token that asks and one of its context."""
         return 2.0 * self.num_heads * self.head_dim
 
-    @property
-    def width(self) -> int:
-        """Elements of one token between a layer's projections: queries, and a key."""
-        return (self.num_heads + 1) * self.head_dim
-
     def projections(self, hidden_size: int, q_lora_rank: int) -> dict[str, int]:
         """Weights of a layer's projections to queries and keys, as checkpoints name them."""
         return {

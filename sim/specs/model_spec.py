@@ -4,6 +4,8 @@ Notation of the roofline: L layers, h hidden, n_q/n_kv query/KV heads of d eleme
 Sources: grouped-query attention (Ainslie et al. 2023), multi-head latent attention (DeepSeek-V2, 2024, sec. 2.1).
 """
 
+from typing import NamedTuple
+
 import msgspec
 
 from sim.errors import UserError
@@ -55,6 +57,30 @@ class MoeSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Biases on the projections of routed experts."""
 
 
+class Product(NamedTuple):
+    """A matrix product in each of some layers, as one GPU computes it: `inputs` times `outputs` weights."""
+
+    num_layers: int
+    inputs: float
+    outputs: float
+    weight_bytes: float
+    """Mean of a weight."""
+    num_held: int = 1
+    """Like matrices in a layer: those of experts."""
+    num_active: int = 1
+    """Those of them that a token meets."""
+
+    @property
+    def held(self) -> float:
+        """Weights in all layers."""
+        return self.num_layers * self.num_held * self.inputs * self.outputs
+
+    @property
+    def active(self) -> float:
+        """Weights in all layers that a token meets."""
+        return self.num_layers * self.num_active * self.inputs * self.outputs
+
+
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Shape of a decoder-only language model, and what follows from it.
 
@@ -98,8 +124,9 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     quantization: str = ""
     """Format of the weights that are quantised, a key of `sim.specs.quantization.FORMATS`; empty: none, or another."""
     kv_dequantize_ops: float = 0.0
-    kv_residual_tokens: int = 0
     """Vector operations that make a half-precision element of a stored one."""
+    kv_residual_tokens: int = 0
+    """Last tokens of a sequence whose KV is not quantised."""
 
     def with_dtype(self, dtype_bytes: float) -> "ModelSpec":
         """The same model with weights, activations and KV cache of `dtype_bytes`; what is quantised stays so."""
@@ -181,8 +208,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         layers = sum(layers.num_layers for layers in self.kv_classes if layers.last_token_only)
         if not layers:
             return 0.0
-        weights = self._attention_query_output_weights + self._dense_mlp_weights
-        return 2.0 * layers * weights / self.linear_flops_per_token
+        widths = (*self._attention_widths(1, has_kv=False), *self._mlp_widths(self.intermediate_size))
+        return 2.0 * layers * sum(inputs * outputs for inputs, outputs in widths) / self.linear_flops_per_token
 
     def kv_format(self, tp: int = 1) -> KVFormat:
         """What a GPU of a group of `tp` stores, reads and copies of a sequence at a position."""
@@ -242,15 +269,14 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         moe = self.moe
         if moe is None:
             return 0.0
-        weights = self._mlp_matrices * self.hidden_size * moe.experts_per_token * moe.moe_intermediate_size
-        return 2.0 * moe.num_moe_layers * weights
+        return 2.0 * moe.num_moe_layers * moe.experts_per_token * self._weights_of_expert
 
     @property
     def routed_weight_bytes(self) -> float:
         """Bytes of all routed experts of all layers, all GPUs together."""
         if self.moe is None:
             return 0.0
-        return self.moe.num_moe_layers * self._routed_weights * self.expert_dtype_bytes
+        return self.moe.num_moe_layers * self.moe.num_experts * self._weights_of_expert * self.expert_dtype_bytes
 
     def routed_activation_bytes_per_token(self, tp: int = 1) -> float:
         """Bytes per GPU that a token's routed experts read and write in all layers.
@@ -259,146 +285,102 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         """
         if self.moe is None:
             return 0.0
-        gates = self._mlp_matrices - 1
-        elements = 3 * self.hidden_size + (2 * gates + 2) * self.moe.moe_intermediate_size / tp
+        elements = 3 * self.hidden_size + (2 * self._mlp_gates + 2) * self.moe.moe_intermediate_size / tp
         return self.moe.num_moe_layers * self.moe.experts_per_token * elements * self.dtype_bytes
 
-    # -- parameters ---------------------------------------------------------------------------------------------------
+    # -- weights ------------------------------------------------------------------------------------------------------
+
+    def _products(self, tp: int = 1, expert_gpus: int | None = None) -> list[Product]:
+        """Those of all layers but routers', of one GPU of `tp`; `expert_gpus` (default: as many) share the experts."""
+        own, attention = self.num_stored_layers, self.attention_dtype_bytes
+        # Some layers have no keys and values of their own.
+        groups = [
+            (own, self._attention_widths(tp, has_kv=True), attention, 1, 1),
+            (self.num_attention_layers - own, self._attention_widths(tp, has_kv=False), attention, 1, 1),
+            (self._num_dense_layers, self._mlp_widths(self.intermediate_size / tp), self.mlp_dtype_bytes, 1, 1),
+        ]
+        if self.gdn:
+            groups.append((self.gdn.num_layers, self.gdn.widths(self.hidden_size, tp), attention, 1, 1))
+        if (moe := self.moe) is not None:
+            routed = self._mlp_widths(moe.moe_intermediate_size / (expert_gpus or tp))
+            shared = self._mlp_widths(moe.shared_intermediate_size / tp) if moe.shared_intermediate_size else []
+            counts = moe.num_experts, moe.experts_per_token
+            groups.append((moe.num_moe_layers, routed, self.expert_dtype_bytes, *counts))
+            groups.append((moe.num_moe_layers, shared, self.expert_dtype_bytes, 1, 1))
+        return [
+            Product(num_layers, *widths, weight_bytes, *counts)
+            for num_layers, of_layer, weight_bytes, *counts in groups
+            for widths in of_layer
+        ]
+
+    def _attention_widths(self, tp: int, *, has_kv: bool) -> list[tuple[float, float]]:
+        """Inputs and outputs of one layer's products around attention. Queries are split over `tp` GPUs by heads, KV is
+        replicated where there are more GPUs than KV heads, MLA's latents and the indexer are everywhere."""
+        h, n, m = self.hidden_size, self.num_heads / tp, self.mla
+        if m is None:
+            queries = (2 if self.output_gate else 1) * n * self.head_dim
+            kv = 2 * max(1, self.num_kv_heads // tp) * self.head_dim if has_kv else 0
+            return [(h, queries + kv), (n * self.head_dim, h)]
+        queries, first = n * (m.qk_nope_head_dim + m.qk_rope_head_dim), m.latent_dim
+        if m.indexer:
+            # A key of each token; queries from the bottleneck.
+            first, queries = first + m.indexer.head_dim, queries + m.indexer.num_heads * m.indexer.head_dim
+        from_latent = (m.kv_lora_rank, n * (m.qk_nope_head_dim + m.v_head_dim)), (n * m.v_head_dim, h)
+        if m.q_lora_rank is None:
+            return [(h, first + queries), *from_latent]
+        return [(h, first + m.q_lora_rank), (m.q_lora_rank, queries), *from_latent]
+
+    def _mlp_widths(self, width: float) -> list[tuple[float, float]]:
+        """The same of an MLP or an expert."""
+        return [(self.hidden_size, self._mlp_gates * width), (width, self.hidden_size)]
 
     @property
-    def num_params(self) -> int:
-        """Parameters of the language model, norms and biases included."""
-        own = self._attention_weights + self._attention_biases + self.norm_params_per_layer
-        layers = self.num_attention_layers * own
-        if self.gdn:
-            layers += self.gdn.num_layers * (self._gdn_weights + self._gdn_other_params)
-        layers -= self._num_borrowing_layers * (self._attention_kv_weights + self._attention_kv_biases)
-        mlp = self._num_dense_layers * (self._dense_mlp_weights + self._dense_mlp_biases)
-        if self.moe:
-            mlp += self.moe.num_moe_layers * (self._expert_weights + self._expert_biases + self._router_params)
-        return layers + mlp + self._embedding_params + self.final_norm_params
+    def _mlp_gates(self) -> int:
+        """Projections into the MLP's width."""
+        return 2 if self.gated_mlp else 1
+
+    @property
+    def _weights_of_expert(self) -> int:
+        """Of a routed one."""
+        assert self.moe
+        return (self._mlp_gates + 1) * self.hidden_size * self.moe.moe_intermediate_size
+
+    @property
+    def _router_weights(self) -> int:
+        """In all layers."""
+        if self.moe is None:
+            return 0
+        return self.moe.num_moe_layers * self.hidden_size * (self.moe.num_experts + (1 if self.moe.shared_gate else 0))
 
     @property
     def _num_dense_layers(self) -> int:
         return self.num_layers - (self.moe.num_moe_layers if self.moe else 0)
 
-    @property
-    def _embedding_params(self) -> int:
+    def _other_params(self, tp: int = 1, expert_gpus: int = 1) -> float:
+        """Elements that a GPU of `tp` holds beside the products': biases, norms, routers, embeddings and the head."""
+        h, biases = self.hidden_size, 0.0
+        if not self.mla:
+            qkv = self.num_attention_layers * self.num_heads + 2 * self.num_stored_layers * self.num_kv_heads
+            biases += qkv * self.head_dim if self.qkv_bias else 0
+            biases += self.num_attention_layers * h if self.output_bias else 0
+        if self.mlp_bias:
+            biases += self._num_dense_layers * (self._mlp_gates * self.intermediate_size + h)
+        if self.gdn:
+            biases += self.gdn.num_layers * (self.gdn.other_params + 2 * h)
+        found = biases / tp + self.num_attention_layers * self.norm_params_per_layer + self.final_norm_params
+        if self.moe:
+            experts = self.moe.num_experts
+            found += self._router_weights + (self.moe.num_moe_layers * experts if self.moe.router_bias else 0)
+            if self.moe.expert_bias:
+                width = self._mlp_gates * self.moe.moe_intermediate_size + h
+                found += self.moe.num_moe_layers * experts * width / expert_gpus
         tables = 1 if self.tie_word_embeddings else 2
-        return (tables * self.vocab_size + self.position_rows) * self.hidden_size
+        return found + (tables * self.vocab_size + self.position_rows) * h / tp
 
     @property
-    def _attention_weights(self) -> int:
-        """Elements of the projections of attention in one layer."""
-        return self._attention_query_output_weights + self._attention_kv_weights + self._attention_latent_weights
-
-    @property
-    def _gdn_weights(self) -> int:
-        """Elements of the projections of one layer that keeps a state; 0 where there is none."""
-        return self.gdn.projection_weights(self.hidden_size) if self.gdn else 0
-
-    @property
-    def _gdn_other_params(self) -> int:
-        """Other elements of such a layer, its two norms included."""
-        return self.gdn.other_params + 2 * self.hidden_size if self.gdn else 0
-
-    @property
-    def _num_gdn_layers(self) -> int:
-        return self.num_layers - self.num_attention_layers
-
-    @property
-    def _attention_query_output_weights(self) -> int:
-        """Elements split over the GPUs of a group by query heads."""
-        h, n = self.hidden_size, self.num_heads
-        if self.mla is None:
-            return (3 if self.output_gate else 2) * h * n * self.head_dim
-        m = self.mla
-        query_in = h if m.q_lora_rank is None else m.q_lora_rank
-        keys_values = m.kv_lora_rank * n * (m.qk_nope_head_dim + m.v_head_dim)
-        return query_in * n * (m.qk_nope_head_dim + m.qk_rope_head_dim) + keys_values + n * m.v_head_dim * h
-
-    @property
-    def _attention_kv_weights(self) -> int:
-        """Elements split by KV heads, replicated where there are more GPUs than KV heads."""
-        return 0 if self.mla else 2 * self.hidden_size * self.num_kv_heads * self.head_dim
-
-    @property
-    def _num_borrowing_layers(self) -> int:
-        """Layers without keys and values of their own."""
-        return self.num_attention_layers - self.num_stored_layers
-
-    @property
-    def _attention_kv_biases(self) -> int:
-        return 0 if self.mla or not self.qkv_bias else 2 * self.num_kv_heads * self.head_dim
-
-    @property
-    def _attention_latent_weights(self) -> int:
-        """Elements every GPU holds: MLA's projections into the latents, and the indexer's."""
-        if self.mla is None:
-            return 0
-        q_lora_rank = self.mla.q_lora_rank or 0
-        indexer = self.indexer.projections(self.hidden_size, q_lora_rank) if self.indexer else {}
-        return self.hidden_size * (self.mla.latent_dim + q_lora_rank) + sum(indexer.values())
-
-    @property
-    def _attention_biases(self) -> int:
-        if self.mla:
-            return 0
-        qkv = (self.num_heads + 2 * self.num_kv_heads) * self.head_dim if self.qkv_bias else 0
-        return qkv + (self.hidden_size if self.output_bias else 0)
-
-    @property
-    def _mlp_matrices(self) -> int:
-        return 3 if self.gated_mlp else 2
-
-    @property
-    def _dense_mlp_weights(self) -> int:
-        return self._mlp_matrices * self.hidden_size * self.intermediate_size
-
-    @property
-    def _dense_mlp_biases(self) -> int:
-        if not self.mlp_bias:
-            return 0
-        return (self._mlp_matrices - 1) * self.intermediate_size + self.hidden_size
-
-    @property
-    def _expert_weights(self) -> int:
-        """Elements of all experts of one layer, shared ones included."""
-        assert self.moe
-        width = self.moe.num_experts * self.moe.moe_intermediate_size + self.moe.shared_intermediate_size
-        return self._mlp_matrices * self.hidden_size * width
-
-    @property
-    def _expert_biases(self) -> int:
-        """Elements of the biases of all routed experts of one layer."""
-        assert self.moe
-        if not self.moe.expert_bias:
-            return 0
-        width = (self._mlp_matrices - 1) * self.moe.moe_intermediate_size + self.hidden_size
-        return self.moe.num_experts * width
-
-    @property
-    def _routed_weights(self) -> int:
-        """Elements of all routed experts of one layer."""
-        assert self.moe
-        return self._mlp_matrices * self.hidden_size * self.moe.num_experts * self.moe.moe_intermediate_size
-
-    @property
-    def _active_expert_weights(self) -> int:
-        """Elements one token meets in one layer."""
-        assert self.moe
-        width = self.moe.experts_per_token * self.moe.moe_intermediate_size + self.moe.shared_intermediate_size
-        return self._mlp_matrices * self.hidden_size * width
-
-    @property
-    def _router_weights(self) -> int:
-        assert self.moe
-        return self.hidden_size * (self.moe.num_experts + (1 if self.moe.shared_gate else 0))
-
-    @property
-    def _router_params(self) -> int:
-        assert self.moe
-        return self._router_weights + (self.moe.num_experts if self.moe.router_bias else 0)
+    def num_params(self) -> int:
+        """Parameters of the language model, norms and biases included."""
+        return round(sum(product.held for product in self._products()) + self._other_params())
 
     # -- bytes --------------------------------------------------------------------------------------------------------
 
@@ -451,25 +433,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         `expert_gpus` is how many share the routed experts, where that is not the group (data-parallel ranks share).
         """
         self.check_tp(tp)
-        kv_split = tp if self.mla else min(tp, self.num_kv_heads)
-        attention = self._attention_query_output_weights / tp + self._attention_kv_weights / kv_split
-        per_layer = (attention + self._attention_latent_weights) * self.attention_dtype_bytes
-        per_layer += (self._attention_biases / tp + self.norm_params_per_layer) * self.dtype_bytes
-        total = self.num_attention_layers * per_layer
-        gdn_layer = self._gdn_weights * self.attention_dtype_bytes + self._gdn_other_params * self.dtype_bytes
-        total += self._num_gdn_layers * gdn_layer / tp
-        borrowed = self._attention_kv_weights / kv_split * self.attention_dtype_bytes
-        borrowed += self._attention_kv_biases / tp * self.dtype_bytes
-        total -= self._num_borrowing_layers * borrowed
-        dense = self._dense_mlp_weights * self.mlp_dtype_bytes + self._dense_mlp_biases * self.dtype_bytes
-        total += self._num_dense_layers * dense / tp
-        if self.moe:
-            experts = self._expert_weights * self.expert_dtype_bytes + self._expert_biases * self.dtype_bytes
-            total += self.moe.num_moe_layers * (experts / tp + self._router_params * self.dtype_bytes)
-            if expert_gpus is not None and expert_gpus != tp:
-                routed = self.routed_weight_bytes + self.moe.num_moe_layers * self._expert_biases * self.dtype_bytes
-                total += routed / expert_gpus - routed / tp
-        return total + (self._embedding_params / tp + self.final_norm_params) * self.dtype_bytes
+        products = sum(product.held * product.weight_bytes for product in self._products(tp, expert_gpus))
+        return products + self._other_params(tp, expert_gpus or tp) * self.dtype_bytes
 
     @property
     def linear_weight_bytes(self) -> float:
@@ -482,15 +447,10 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         Each token chooses k of a layer's E routed experts; were the choices uniform and independent, N tokens would
         meet E (1 - (1 - k/E)^N) of them. None: all experts.
         """
-        total = self._projection_weights * self.attention_dtype_bytes
-        total += self._num_dense_layers * self._dense_mlp_weights * self.mlp_dtype_bytes
-        if self.moe:
-            experts = self._expert_weights
-            if num_tokens is not None:
-                idle = (1 - self.moe.experts_per_token / self.moe.num_experts) ** num_tokens
-                experts -= idle * self._routed_weights
-            read = experts * self.expert_dtype_bytes + self._router_weights * self.dtype_bytes
-            total += self.moe.num_moe_layers * read
+        total = sum(product.held * product.weight_bytes for product in self._products())
+        total += self._router_weights * self.dtype_bytes
+        if self.moe and num_tokens is not None:
+            total -= (1 - self.moe.experts_per_token / self.moe.num_experts) ** num_tokens * self.routed_weight_bytes
         return total
 
     def linear_activation_bytes_per_token(self, tp: int = 1) -> float:
@@ -499,20 +459,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         Widths between column- and row-parallel projections are split over `tp` GPUs, the hidden state is not.
         """
         self.check_tp(tp)
-        h = self.hidden_size
-        elements = 3 * h * self.num_layers + self.num_attention_layers * self._attention_inner_width(tp)
-        if self.gdn:
-            elements += self.gdn.num_layers * self.gdn.inner_width / tp
-        if not self.mla:
-            elements -= self._num_borrowing_layers * self.kv_elements_per_token_layer(tp)
-        gates = 2 if self.gated_mlp else 1
-        # Into the MLP: h; out of its first projections: `gates` widths; into its last: one; out of it: h.
-        elements += self._num_dense_layers * (h + (gates + 1) * self.intermediate_size / tp)
-        if self.moe:
-            width = self.moe.experts_per_token * self.moe.moe_intermediate_size + self.moe.shared_intermediate_size
-            experts = self.moe.experts_per_token + (1 if self.moe.shared_intermediate_size else 0)
-            # Every expert reads the hidden state and writes one; the h counted above is that of a dense MLP's output.
-            elements += self.moe.num_moe_layers * ((2 * experts - 1) * h + (gates + 1) * width / tp)
+        products = self._products(tp)
+        elements = sum(p.num_layers * p.num_active * (p.inputs + p.outputs) for p in products)
         return elements * self.dtype_bytes
 
     def elementwise_bytes_per_token(self, tp: int = 1) -> float:
@@ -536,7 +484,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
             elements += self.num_attention_layers * 3 * heads * self.head_dim
         if self.gdn:
             elements += self.gdn.num_layers * 3 * self.gdn.value_width / tp
-        operands = 3 if self.gated_mlp else 2
+        operands = self._mlp_gates + 1
         width = self._num_dense_layers * self.intermediate_size
         if self.moe:
             active = self.moe.experts_per_token * self.moe.moe_intermediate_size + self.moe.shared_intermediate_size
@@ -553,31 +501,16 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         if input_bytes is None:
             return 0.0
         self.check_tp(tp)
-        h, m = self.hidden_size, self.mla
-        attention = h + self.num_heads / tp * (m.v_head_dim if m else self.head_dim)
-        if m:
-            attention += m.kv_lora_rank + (m.q_lora_rank or 0)
-        inputs = self.num_attention_layers * attention
-        if self.gdn:
-            inputs += self.gdn.num_layers * (h + self.gdn.value_width / tp)
-        elements = inputs * self._quantised_share(self.attention_dtype_bytes)
-        width = self.intermediate_size / tp
-        elements += self._num_dense_layers * (h + width) * self._quantised_share(self.mlp_dtype_bytes)
+        elements = 0.0
+        for product in self._products(tp):
+            inputs = product.num_layers * product.num_active * product.inputs
+            elements += inputs * self._quantised_share(product.weight_bytes)
         if self.moe:
-            width = self.moe.experts_per_token * self.moe.moe_intermediate_size + self.moe.shared_intermediate_size
-            inputs = h + width / tp if width else 0.0
-            elements += self.moe.num_moe_layers * inputs * self._quantised_share(self.expert_dtype_bytes)
+            # All experts have the hidden state that was quantised once.
+            num_active = self.moe.experts_per_token + bool(self.moe.shared_intermediate_size)
+            again = self.moe.num_moe_layers * max(0, num_active - 1) * self.hidden_size
+            elements -= again * self._quantised_share(self.expert_dtype_bytes)
         return elements * (self.dtype_bytes + input_bytes)
-
-    def _attention_inner_width(self, tp: int) -> float:
-        """Elements of one token between the projections of attention: queries, keys, values, and attention's output."""
-        n = self.num_heads / tp
-        if self.mla is None:
-            return ((3 if self.output_gate else 2) * n + 2 * max(1, self.num_kv_heads // tp)) * self.head_dim
-        m = self.mla
-        latents = 2 * (m.kv_lora_rank + (m.q_lora_rank or 0)) + m.qk_rope_head_dim
-        latents += m.indexer.width if m.indexer else 0
-        return latents + n * (m.qk_nope_head_dim + m.qk_rope_head_dim) + n * (m.qk_nope_head_dim + 2 * m.v_head_dim)
 
     @property
     def head_weight_bytes(self) -> float:
@@ -597,18 +530,9 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     # -- FLOPs --------------------------------------------------------------------------------------------------------
 
     @property
-    def _projection_weights(self) -> int:
-        """Weights around attention and states in all layers; those that borrow KV project none."""
-        weights = self.num_attention_layers * self._attention_weights + self._num_gdn_layers * self._gdn_weights
-        return weights - self._num_borrowing_layers * self._attention_kv_weights
-
-    @property
     def linear_flops_per_token(self) -> float:
         """FLOPs per token of all layers' projections and MLP (c_lin); of the experts only those a token activates."""
-        weights = self._projection_weights + self._num_dense_layers * self._dense_mlp_weights
-        if self.moe:
-            weights += self.moe.num_moe_layers * (self._active_expert_weights + self._router_weights)
-        return 2.0 * weights
+        return 2.0 * (sum(product.active for product in self._products()) + self._router_weights)
 
     @property
     def product_quantization(self) -> str:
@@ -620,12 +544,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         """Share of `linear_flops_per_token` whose weights and inputs are both quantised."""
         if self._input_bytes is None:
             return 0.0
-        weights = self._projection_weights * self._quantised_share(self.attention_dtype_bytes)
-        weights += self._num_dense_layers * self._dense_mlp_weights * self._quantised_share(self.mlp_dtype_bytes)
-        if self.moe:
-            share = self._quantised_share(self.expert_dtype_bytes)
-            weights += self.moe.num_moe_layers * self._active_expert_weights * share
-        return 2.0 * weights / self.linear_flops_per_token
+        shares = (product.active * self._quantised_share(product.weight_bytes) for product in self._products())
+        return 2.0 * sum(shares) / self.linear_flops_per_token
 
     def _quantised_share(self, mean_bytes: float) -> float:
         """Share of weights of `mean_bytes` that are quantised: of their format's bytes, the rest as it was."""
@@ -647,7 +567,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         """FLOPs that make K and V of one token from one layer's hidden state, 4 h n_kv d: hidden-state restoration."""
         if self.mla:
             return 2.0 * self.hidden_size * self.mla.latent_dim
-        return 2.0 * self._attention_kv_weights
+        return 4.0 * self.hidden_size * self.num_kv_heads * self.head_dim
 
     @property
     def attention_flops_per_token_pair(self) -> float:
