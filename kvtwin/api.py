@@ -15,7 +15,6 @@ from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
 import pandas as pd
 
 from kvtwin.arguments import names_of, path_of, policies_of, policy_of, scenario_of
@@ -29,7 +28,8 @@ from sim.parts.options import refuse_idle
 from sim.results.comparison_sentences import engine_sentences, sentences
 from sim.results.metrics import ENGINE_COLUMNS, TABLE_COLUMNS
 from sim.results.report import METRICS, metric_values
-from sim.results.result import RESULT_FILE, SERIES_FILE, assemble, read_result
+from sim.results.result import RESULT_FILE, assemble, read_result
+from sim.results.saved_tables import read_requests, read_series
 from sim.results.schema import Result
 from sim.run.folders import settle
 from sim.run.prepare import prepare, with_one_swap_space
@@ -42,8 +42,6 @@ from traces.errors import TraceError
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-    from sim.results.figures import FigureRun
 
 __all__ = [
     "ComparisonResult",
@@ -66,8 +64,6 @@ __all__ = [
     "sweep",
     "tune",
 ]
-
-ENGINE = "engine"
 
 
 @dataclass(frozen=True, repr=False)
@@ -227,15 +223,7 @@ def load_result(folder: str | Path) -> RunResult:
     settle(folder)
     path = folder if folder.name == RESULT_FILE else folder / RESULT_FILE
     result, folder = read_result(path), path.parent
-    table = next((file for file in (folder / "requests.parquet", folder / "requests.csv") if file.exists()), None)
-    if table is None:
-        raise UserError(f"{folder}: neither requests.parquet nor requests.csv is there; run the scenario again")
-    series = folder / SERIES_FILE
-    try:
-        requests = pd.read_parquet(table) if table.suffix == ".parquet" else pd.read_csv(table)
-        return RunResult(result, requests, pd.read_csv(series) if series.exists() else pd.DataFrame())
-    except (ValueError, OSError, ImportError) as error:
-        raise UserError(f"{folder}: {str(error).splitlines()[0]}; run the scenario again") from error
+    return RunResult(result, read_requests(folder), read_series(folder))
 
 
 class _Rows(list[tuple[object, ...]]):
@@ -271,32 +259,14 @@ def _series(engines: list[EngineParts]) -> pd.DataFrame:
     found = [pd.DataFrame(parts.series.columns) for parts in engines if parts.series is not None]
     if len(found) < 2:
         return found[0] if found else pd.DataFrame()
-    placed = [frame.assign(**{ENGINE: place}) for place, frame in enumerate(found)]
+    placed = [frame.assign(engine=place) for place, frame in enumerate(found)]
     return pd.concat(placed).sort_values("time_s", kind="stable", ignore_index=True)
 
 
 def _drawn(name: str, runs: Sequence[RunResult]) -> "Figure":
-    from sim.results.figures import FIGURES  # noqa: PLC0415 - matplotlib is slow to import
+    from sim.results.figures import FIGURES, FigureRun  # noqa: PLC0415 - matplotlib is slow to import
 
     draw = FIGURES.get(f"{name}.png")
     if draw is None:
         raise UserError(f"figure {name!r} is not one of {', '.join(file.removesuffix('.png') for file in FIGURES)}")
-    return draw([_figure_run(run) for run in runs])
-
-
-def _figure_run(run: RunResult) -> "FigureRun":
-    from sim.results.figures.data import FigureRun, together  # noqa: PLC0415
-
-    done = run.requests.loc[run.requests["status"] == "completed"]
-    ttft_s, queue_s, arrival_s = (np.asarray(done[name], dtype=float) for name in ("ttft_s", "queue_s", "arrival_s"))
-    tpot_s = np.asarray(done["tpot_s"], dtype=float)[np.asarray(done["output_tokens"]) > 1]
-    engines: list[dict[str, np.ndarray]] = []
-    if not run.series.empty:
-        parts = [part for _, part in run.series.groupby(ENGINE)] if ENGINE in run.series else [run.series]
-        engines = [
-            {name: np.asarray(part[name], dtype=float) for name in part.columns if name != ENGINE} for part in parts
-        ]
-    return FigureRun(
-        run.label, run.result, together(engines) if engines else None, ttft_s, tpot_s, queue_s, ttft_s - queue_s,
-        arrival_s, tuple(engines) if len(engines) > 1 else (),
-    )  # fmt: skip
+    return draw([FigureRun.of_tables(run.result, run.requests, run.series) for run in runs])

@@ -219,7 +219,7 @@ def test_a_run_past_the_limit_of_arrays_is_read_from_its_table(tmp_path, monkeyp
         with pytest.raises(UserError, match=rf"{name}: not a per-request table \(.*\); run it again"):
             read_run(tmp_path / folder)
         path.write_bytes(text)
-    monkeypatch.setattr(saved, "find_spec", lambda name: None)
+    monkeypatch.setattr("sim.results.saved_tables.find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"requests\.parquet: is read with pyarrow, which is not installed: pip"):
         read_run(tmp_path / "parquet")
     capsys.readouterr()

@@ -138,10 +138,10 @@ def test_a_folder_without_its_table_is_told(tmp_path):
     kvtwin.main(["run", *FLAGS, "--out", str(tmp_path), "--quiet"])
     table = next(tmp_path.glob("requests.*"))
     table.write_bytes(b"\x00\x01")
-    with pytest.raises(kvtwin.UserError, match="run the scenario again"):
+    with pytest.raises(kvtwin.UserError, match="run it again"):
         kvtwin.load_result(tmp_path)
     table.unlink()
-    with pytest.raises(kvtwin.UserError, match="run the scenario again"):
+    with pytest.raises(kvtwin.UserError, match="run it again"):
         kvtwin.load_result(tmp_path)
 
 

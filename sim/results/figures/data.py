@@ -10,6 +10,8 @@ from numpy.typing import ArrayLike, NDArray
 from sim.results.schema import Result
 
 if TYPE_CHECKING:
+    import pandas as pd
+
     from sim.run.runs import Run
 
 Floats = NDArray[np.float64]
@@ -53,6 +55,19 @@ class FigureRun:
         ttft_s, queue_s, arrival_s = np.array(times, dtype=np.float64).reshape(-1, 3).T
         tpot_s = _floats(log.tpot_s)
         return FigureRun(label, result, series, ttft_s, tpot_s, queue_s, ttft_s - queue_s, arrival_s, engines)
+
+    @staticmethod
+    def of_tables(result: Result, requests: "pd.DataFrame", series: "pd.DataFrame") -> "FigureRun":
+        """Of the per-request table and the time series of a run, as its folder has them."""
+        done = requests[np.asarray(requests["status"] == "completed")]
+        names = ("ttft_s", "queue_s", "arrival_s", "tpot_s")
+        ttft_s, queue_s, arrival_s, tpot_s = (_floats(done[name]) for name in names)
+        tpot_s = tpot_s[np.asarray(done["output_tokens"]) > 1]
+        parts = [part for _, part in series.groupby("engine")] if "engine" in series else [series] * (not series.empty)
+        engines = tuple({name: _floats(part[name]) for name in part.columns if name != "engine"} for part in parts)
+        whole = together(engines) if engines else None
+        engines = engines if len(engines) > 1 else ()
+        return FigureRun(result.policy, result, whole, ttft_s, tpot_s, queue_s, ttft_s - queue_s, arrival_s, engines)
 
 
 def _floats(values: ArrayLike) -> Floats:

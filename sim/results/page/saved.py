@@ -1,13 +1,9 @@
 """Runs as they were saved: what the figures need, read back from a run's folder or a comparison's."""
 
-import csv
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
-from importlib.util import find_spec
-from io import StringIO
 from pathlib import Path
 
-import numpy as np
 from msgspec import UNSET
 
 from sim.errors import UserError
@@ -16,9 +12,10 @@ from sim.options.scenario import Scenario
 from sim.options.scenario_file import ASKED_FILE
 from sim.options.values import flag
 from sim.results.comparison_sentences import all_sentences
-from sim.results.figures.data import FigureRun, Floats, together
+from sim.results.figures.data import FigureRun
 from sim.results.report import metric_values
-from sim.results.result import PER_REQUEST, RESULT_FILE, SERIES_FILE, read_result
+from sim.results.result import RESULT_FILE, read_result
+from sim.results.saved_tables import read_requests, read_series
 from sim.results.schema import Bounds, Comparison
 from sim.results.sections import ResolvedScenario
 from sim.results.tails import Tail, tail_of
@@ -154,68 +151,4 @@ def _told_apart(runs: list[tuple[Path, FigureRun]]) -> list[FigureRun]:
 def read_run(folder: Path) -> FigureRun:
     """A run as the figures need it."""
     result = read_result(folder / RESULT_FILE)
-    if result.errors is UNSET:
-        columns = _table(folder)
-        kept = columns["output_tokens"] > 0.0
-    else:
-        arrays = {column: getattr(result, name) for name, column in PER_REQUEST.items() if column in COLUMNS}
-        columns = {name: np.asarray([] if values is UNSET else values, float) for name, values in arrays.items()}
-        kept = np.array([not error for error in result.errors], dtype=bool)
-    ttft_s, queue_s, arrival_s, e2el_s, tokens = (columns[name][kept] for name in COLUMNS)
-    several = tokens > 1
-    tpot_s = (e2el_s - ttft_s)[several] / (tokens[several] - 1)
-    engines = _series(folder / SERIES_FILE)
-    return FigureRun(
-        result.policy,
-        result,
-        together(engines) if engines else None,
-        ttft_s,
-        tpot_s,
-        queue_s,
-        ttft_s - queue_s,
-        arrival_s,
-        engines if len(engines) > 1 else (),
-    )
-
-
-COLUMNS = ("ttft_s", "queue_s", "arrival_s", "e2el_s", "output_tokens")
-"""What is read of each request, by its names in the per-request table."""
-
-
-def _table(folder: Path) -> dict[str, Floats]:
-    """Columns of the per-request table, where the result is too long for arrays."""
-    path = folder / "requests.parquet"
-    if path.is_file():
-        if find_spec("pyarrow") is None:
-            raise UserError(f"{path}: is read with pyarrow, which is not installed: pip install 'kvtwin[parquet]'")
-        from pyarrow import parquet  # noqa: PLC0415 - few runs are so long
-
-        try:
-            table = parquet.read_table(path, columns=list(COLUMNS))
-            return {name: table[name].to_numpy().astype(np.float64) for name in COLUMNS}
-        except (OSError, KeyError, ValueError) as error:
-            raise UserError(f"{path}: not a per-request table ({error}); run it again") from error
-    path = path.with_suffix(".csv")
-    try:
-        with path.open(encoding="utf-8", newline="") as file:
-            rows = [[float(row[name]) for name in COLUMNS] for row in csv.DictReader(file)]
-    except (OSError, KeyError, ValueError) as error:
-        raise UserError(f"{path}: not a per-request table ({error}); run it again") from error
-    return dict(zip(COLUMNS, np.array(rows, dtype=np.float64).reshape(-1, len(COLUMNS)).T, strict=True))
-
-
-def _series(path: Path) -> tuple[dict[str, Floats], ...]:
-    """The time series of each engine; none where there is no file, or an empty one."""
-    if not path.is_file():
-        return ()
-    try:
-        with path.open(encoding="utf-8") as file:
-            names, lines = file.readline().strip().split(","), file.read()
-        if not lines.strip():
-            return ()
-        rows = np.loadtxt(StringIO(lines), delimiter=",", ndmin=2)
-        columns = dict(zip(names, rows.T, strict=True))
-    except ValueError as error:
-        raise UserError(f"{path}: not a time series ({error}); run it again") from error
-    places = columns.pop("engine", np.zeros(len(rows)))
-    return tuple({name: values[places == place] for name, values in columns.items()} for place in np.unique(places))
+    return FigureRun.of_tables(result, read_requests(folder), read_series(folder))
