@@ -67,8 +67,8 @@ class DocumentMemory(PagedMemory):
         self._block_keys = BlockKeys(limits.block_size)
         # Of sequences that were looked up or run: what they did to the cache.
         self._accesses: dict[Sequence, Access] = {}
-        # The last prompt that was looked up, the cache's version then, and the blocks that it would load.
-        self._looked_up: tuple[Sequence | None, int, Places] = (None, -1, ())
+        # The last prompt that was looked up, the cache's version then, the blocks it would load, and the s saved.
+        self._looked_up: tuple[Sequence | None, int, Places, float] = (None, -1, (), 0.0)
         # Of sequences with blocks: those that count as computed though they were loaded.
         self._places: dict[Sequence, Places] = {}
         self._loading: list[tuple[Sequence, Access, Places]] = []
@@ -98,20 +98,21 @@ class DocumentMemory(PagedMemory):
         return self._block_keys.of(request)[: request.prompt_tokens // self.block_size] if request.hash_ids else ()
 
     def cached_tokens(self, seq: Sequence) -> int:
-        return len(self._kept(self._hits(seq))) * self.block_size
+        return len(self._kept(self._hits(seq)[0])) * self.block_size
 
-    def _hits(self, seq: Sequence) -> Places:
-        """Places of the blocks that are loaded; none where computing all of the prompt is sooner, by price."""
-        known, version, places = self._looked_up
+    def _hits(self, seq: Sequence) -> tuple[Places, float]:
+        """Blocks that are loaded, and the s saved, by price; none where computing the whole prompt is sooner."""
+        known, version, places, saved_s = self._looked_up
         if known is not seq or version != self.cache.version:
             access = self._accesses.get(seq)
             keys = self._keys_of(seq) if access is None else access.keys
             chunks = enumerate(map(self.cache.get, keys[: (seq.num_tokens - 1) // self.block_size]))
             places = tuple(place for place, chunk in chunks if chunk is not None and chunk.num_copies >= 0)
-            if places and self._saved_s(seq, places) < 0.0:
+            saved_s = self._saved_s(seq, places) if places else 0.0
+            if saved_s < 0.0:
                 places = ()
-            self._looked_up = seq, self.cache.version, places
-        return places
+            self._looked_up = seq, self.cache.version, places, saved_s
+        return places, saved_s
 
     def _kept(self, places: Places) -> Places:
         """Of blocks that are loaded, those that are not computed again; the others are spread evenly."""
@@ -131,7 +132,7 @@ class DocumentMemory(PagedMemory):
 
     def take(self, seq: Sequence, num_tokens: int) -> None:
         self.look_up(seq)
-        hits = self._hits(seq)
+        hits, saved_s = self._hits(seq)
         super().take(seq, num_tokens)
         if hits:
             kept = self._places[seq] = self._kept(hits)
@@ -139,7 +140,7 @@ class DocumentMemory(PagedMemory):
             access, tier = self._accesses[seq], self.tier
             tier.num_loads += 1
             tier.hit_tokens += seq.num_computed
-            tier.saved_s += self._saved_s(seq, hits)
+            tier.saved_s += saved_s
             self.scheduler.counters.policy["blended_tokens"] += (len(hits) - len(kept)) * self.block_size
             self.cache.read(access, hits)
             self._loading.append((seq, access, hits))
