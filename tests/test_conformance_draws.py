@@ -1,9 +1,10 @@
 """What tests of systems draw are workloads that an engine may meet, crowds and talks among them."""
 
+import conversations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtwin.testing import conformance, conversations
+from kvtwin.testing import conformance
 from sim.engine.limits import Limits
 from sim.options.policies import parse_policy
 from traces.hash_ids import hashes_fit, output_hashes_fit

@@ -5,11 +5,11 @@ from itertools import product
 
 import numpy as np
 import pytest
+from clusters import simulate_pools
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtwin.testing import conformance, limits, linear_machine, requests, simulate
-from kvtwin.testing.clusters import simulate_pools
 from kvtwin.testing.engines import roofline_machine
 from sim.bounds.first_tokens import STEPS, most_in_time
 from sim.bounds.goodput import GoodputBound, certified, goodput_bound, least_within

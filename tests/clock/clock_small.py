@@ -4,10 +4,10 @@ from collections.abc import Callable, Iterable
 from itertools import accumulate, pairwise
 
 import pytest
+from clusters import ClusterOutcome
 from hypothesis import strategies as st
 
 from kvtwin.testing import requests
-from kvtwin.testing.clusters import ClusterOutcome
 from kvtwin.testing.conformance import TOLERANCE_S
 from sim.clock.arrivals import Arrivals
 from sim.clock.closed_loop import ClosedLoop

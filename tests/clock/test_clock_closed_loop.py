@@ -6,12 +6,12 @@ import pytest
 from clock_small import FLAT
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pretended import PretendedDevice
 
 import kvtwin
 from gpu_runtime.instance import LiveInstance
 from kvtwin.testing import build_engine, limits, linear_machine, requests, simulate
 from kvtwin.testing.conformance import TOLERANCE_S, hosts_of
-from kvtwin.testing.pretended import PretendedDevice
 from sim.clock.closed_loop import ClosedLoop
 from sim.options.policies import parse_policy
 from sim.systems.vllm055 import VllmRecompute

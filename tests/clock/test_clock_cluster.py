@@ -5,11 +5,11 @@ from random import Random
 
 import pytest
 from clock_small import FLAT, GAPS_S, jumped_and_stepped
+from clusters import simulate_replicas
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtwin.testing import limits, linear_machine, requests, simulate
-from kvtwin.testing.clusters import simulate_replicas
 from kvtwin.testing.conformance import TOLERANCE_S, hosts_of, limits_of
 from sim.clock.closed_loop import ClosedLoop
 from sim.errors import UserError

@@ -2,9 +2,9 @@
 
 import pytest
 import simpy
+from clusters import simulate_replicas
 
 from kvtwin.testing import limits, linear_machine, requests
-from kvtwin.testing.clusters import simulate_replicas
 from kvtwin.testing.engines import build_engine
 from sim.clock.arrivals import Arrivals
 from sim.clock.cluster import Cluster

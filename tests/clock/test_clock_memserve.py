@@ -4,12 +4,12 @@ from dataclasses import replace
 
 import pytest
 from clock_small import FLAT, assert_whole, jumped_and_stepped
+from clusters import ClusterOutcome, simulate_pools
+from conversations import conversations
 from hypothesis import HealthCheck, given, settings
 
 from kvtwin.testing import limits, linear_machine
-from kvtwin.testing.clusters import ClusterOutcome, simulate_pools
 from kvtwin.testing.conformance import Workload
-from kvtwin.testing.conversations import conversations
 from sim.options.policies import parse_policy
 from sim.systems.memserve.preset import MemServe
 from sim.topology.routers import PromptTrees

@@ -4,11 +4,11 @@ from random import Random
 
 import pytest
 from clock_small import FLAT, ROWS, assert_whole, drawn, jumped_and_stepped
+from clusters import simulate_pools
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtwin.testing import limits, linear_machine, requests
-from kvtwin.testing.clusters import simulate_pools
 from sim.errors import UserError
 from sim.options.policies import parse_policy
 from sim.systems.splitwise import Splitwise

@@ -4,11 +4,11 @@ from math import inf
 
 import pytest
 from clock_small import GAPS_S, jumped_and_stepped
+from clusters import simulate_pools
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtwin.testing import limits, linear_machine
-from kvtwin.testing.clusters import simulate_pools
 from sim.engine.sequence import Status
 from sim.options.policies import parse_policy
 from sim.systems.mooncake.preset import Mooncake

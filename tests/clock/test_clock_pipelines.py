@@ -6,11 +6,11 @@ from unittest.mock import Mock
 
 import pytest
 from clock_small import FLAT, ROWS, assert_whole, drawn, jumped_and_stepped
+from clusters import HAND_OVER_S_PER_TOKEN, simulate_pools, simulate_replicas
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kvtwin.testing import limits, linear_machine, requests
-from kvtwin.testing.clusters import HAND_OVER_S_PER_TOKEN, simulate_pools, simulate_replicas
 from sim.clock.pipeline import Pipeline
 from sim.cost.forms import LinearCost
 from sim.cost.lanes import Lane

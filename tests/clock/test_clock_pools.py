@@ -5,11 +5,11 @@ from dataclasses import replace
 
 import pytest
 from clock_small import FLAT, ROWS, assert_whole, drawn, jumped_and_stepped
+from clusters import ClusterOutcome, simulate_pools
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtwin.testing import limits, linear_machine, requests
-from kvtwin.testing.clusters import ClusterOutcome, simulate_pools
 from kvtwin.testing.conformance import hosts_of
 from sim.engine.sequence import Status
 from sim.errors import UserError

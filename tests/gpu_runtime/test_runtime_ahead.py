@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pretended import pretend
 from runtime_small import GRAPHED, Warm
 from runtime_variants import WORKLOADS, policy_of
 from test_runtime_two_clocks import WORKLOADS as ARRIVALS
@@ -13,7 +14,6 @@ from test_runtime_two_clocks import Shown, named_alike
 from kvtwin.testing import build_engine, limits, linear_machine, live, requests, simulate
 from kvtwin.testing.conformance import limits_of
 from kvtwin.testing.live import ALIKE, GROWING, ROWS, CheckedDevice, alike, tight_limits
-from kvtwin.testing.pretended import pretend
 
 AHEAD = policy_of("vllm-v1").with_async_scheduling(True)
 

@@ -5,11 +5,11 @@ import random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pretended import pretend
 from runtime_variants import VARIANTS, policy_of
 
 from kvtwin.testing import CheckedEngine, limits, linear_machine, requests
 from kvtwin.testing.conformance import limits_of
-from kvtwin.testing.pretended import pretend
 from sim.engine.itl import GapCollector
 from sim.engine.sequence import Status
 

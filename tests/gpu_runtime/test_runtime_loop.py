@@ -5,6 +5,7 @@ from threading import Event, Lock
 from types import SimpleNamespace
 
 import pytest
+from pretended import PretendedDevice
 
 from gpu_runtime.device import TorchDevice
 from gpu_runtime.instance import LiveInstance
@@ -13,7 +14,6 @@ from gpu_runtime.kv.replay.held import Held
 from gpu_runtime.kv.replay.placement import Placement
 from kvtwin.testing import build_engine, limits, linear_machine, live, requests
 from kvtwin.testing.engines import CheckedEngine
-from kvtwin.testing.pretended import PretendedDevice
 from sim.clock.arrivals import Arrivals
 from sim.engine.sequence import Sequence
 from sim.errors import InvariantError

@@ -5,11 +5,11 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pretended import pretend
 from runtime_variants import VARIANTS, policy_of
 
 from kvtwin.testing import build_engine, limits, linear_machine, requests, roofline_machine, simulate
 from kvtwin.testing.conformance import calling, limits_of
-from kvtwin.testing.pretended import pretend
 from sim.engine.plan import IterationPlan, StepTimes
 from sim.engine.sequence import Sequence
 

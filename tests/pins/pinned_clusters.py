@@ -8,11 +8,11 @@ import random
 from dataclasses import replace
 
 import msgspec
+from clusters import ClusterOutcome, simulate_pools, simulate_replicas
 from pinned import Answers, Table
 from pinned_engines import machine_of, requests_of, teller
 
 from kvtwin.testing import Machine, limits
-from kvtwin.testing.clusters import ClusterOutcome, simulate_pools, simulate_replicas
 from kvtwin.testing.conformance import limits_of
 from sim.clock.closed_loop import ClosedLoop
 from sim.clock.instance import Observer

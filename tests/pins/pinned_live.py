@@ -14,6 +14,7 @@ from pinned import ROOT, Answers, Table, short
 
 sys.path.insert(0, str(ROOT / "tests/gpu_runtime"))
 
+from pretended import PretendedDevice
 from runtime_server import Service, serving
 from runtime_variants import CONTIGUOUS, STREAM, TIERED, TREES, policy_of
 
@@ -26,7 +27,6 @@ from gpu_runtime.serve import reply, server
 from kvtwin.testing import linear_machine, requests
 from kvtwin.testing.engines import build_engine
 from kvtwin.testing.live import ALIKE, GROWING, SMALL, CheckedDevice, alike, build_device, small_decoder, tight_limits
-from kvtwin.testing.pretended import PretendedDevice
 from sim.clock.arrivals import Arrivals
 from sim.engine.plan import IterationPlan, StepTimes
 from sim.errors import UserError

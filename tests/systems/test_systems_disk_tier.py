@@ -3,13 +3,13 @@
 from dataclasses import replace
 
 import pytest
+from conversations import conversations
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from test_systems_cachedattention import A, B, C, turn
 
 from kvtwin.testing import limits, linear_machine, simulate
 from kvtwin.testing.conformance import check_one
-from kvtwin.testing.conversations import conversations
 from kvtwin.testing.engines import Outcome
 from sim.kv.tiered_options import GIB
 from sim.options.policies import parse_policy

@@ -3,13 +3,13 @@
 from dataclasses import replace
 
 import pytest
+from conversations import conversations
 from hypothesis import HealthCheck, given, settings
 from test_systems_cachedattention import turn
 
 from kvtwin.testing import limits, linear_machine, requests, simulate
 from kvtwin.testing.conformance import check_one
 from kvtwin.testing.conformance import run as run_workload
-from kvtwin.testing.conversations import conversations
 from kvtwin.testing.engines import Outcome
 from sim.cost.host import Host
 from sim.engine.sequence import Sequence

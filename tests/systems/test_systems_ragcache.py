@@ -3,13 +3,13 @@
 from dataclasses import replace
 
 import pytest
+from conversations import conversations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_systems_cacheblend import draw_passages
 from test_systems_cachedattention import turn
 
 from kvtwin.testing import conformance, limits, linear_machine, simulate
-from kvtwin.testing.conversations import conversations
 from sim.errors import UserError
 from sim.kv.tiers.host_cache import HostCache
 from sim.kv.tiers.replacement import Access

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pretended import pretend
 from runtime_variants import policy_of
 
 from gpu_runtime.twin.iterations import (
@@ -21,7 +22,6 @@ from gpu_runtime.twin.prices import plan_prices
 from kvtwin.testing import build_engine, limits, linear_machine, requests, simulate
 from kvtwin.testing.conformance import limits_of
 from kvtwin.testing.engines import DECODE, PREFILL
-from kvtwin.testing.pretended import pretend
 
 FASTER_PREFILLS, SLOWER_DECODES = 0.8, 1.25
 
