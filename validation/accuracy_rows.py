@@ -69,6 +69,8 @@ def of_closed_loop(file: Path, part: int, parts: int) -> Iterator[dict[str, str]
     """Rows of `vllm_closed_loop.py`, each setting once."""
     with TemporaryDirectory() as folder:
         for name, asked in closed_loop.SERVED.items():
+            if asked.sglang:
+                continue  # intervals are of vLLM's runs
             served = closed_loop.with_graphs(asked, Path(folder))
             rows = {row.name: row for row in closed_loop.read(file, served) if row.concurrency <= MOST_CLIENTS}
             for row in list(rows.values())[part::parts]:

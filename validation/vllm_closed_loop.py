@@ -1,12 +1,12 @@
-"""vLLM as measured in closed loop and as simulated, with shipped constants: five models on H100, H200 and B200.
+"""vLLM and SGLang as measured in closed loop and as simulated, with shipped constants.
 
 python validation/vllm_closed_loop.py FILE --served qwen3-32b-h100    # says so and ends where FILE is not there
 
-FILE is ai-dynamo/aiconfigurator's silicon_sample.csv (Apache-2.0) or rows of it. Of vLLM's rows of a model it takes
-parallelism, input and output length, concurrency, TTFT and TPOT; `SERVED` has whose rows those are and how each was
-measured. Nothing is fitted to them. Left out are rows of several engines and of Kimi on B200,
-and those of Llama-3.1-8B on H200: with as many clients as they say, prompts alone would take up to 1,707 TFLOP/s
-of a GPU of 1,979. So many were found in a prefix cache, and nothing says how many.
+FILE is ai-dynamo/aiconfigurator's silicon_sample.csv (Apache-2.0) or rows of it. Of an engine's rows of a model it
+takes parallelism, input and output length, concurrency, TTFT and TPOT; `SERVED` has whose rows those are and how each
+was measured. Nothing is fitted to them. Left out are rows of several engines and of Kimi on B200, and vLLM's of
+Llama-3.1-8B on H200: with as many clients as they say, prompts alone would take up to 1,707 TFLOP/s of a GPU of 1,979.
+So many were found in a prefix cache, and nothing says how many.
 """
 
 import argparse
@@ -119,6 +119,7 @@ class Served:
         options_of: those that differ by row.
         layout: `group`: tensor-parallel, experts too; `experts`: the same with whole experts on each GPU
             (`--enable-expert-parallel`); `ranks`: each GPU is a data-parallel rank, with whole experts.
+        sglang: options of SGLang's server by row; None: it is vLLM.
     """
 
     columns: dict[str, str]
@@ -128,6 +129,7 @@ class Served:
     options_of: Callable[[Row], dict[str, Any]] = _nothing
     graphs_of: str = "all"
     layout: str = "group"
+    sglang: Callable[[Row], dict[str, Any]] | None = None
 
 
 def _llama_70b(system: str, max_num_seqs: int | None = None, precision: str = "fp8") -> Served:
@@ -180,6 +182,19 @@ def _minimax(system: str, version: str, precision: str = "fp8", **options: str |
     return Served(columns, INFERENCEMAX, {"model": model, "enable_prefix_caching": False, **options})
 
 
+def _sglang(model: str, path: str, system: str, version: str, **options: str) -> Served:
+    """SGLang with its own defaults: the rows do not say how their servers were started."""
+    columns = {"model_path": path, "system": system, "backend_version": version}
+    return Served(columns, AIPERF, {"model": model, **options}, sglang=_nothing)
+
+
+def _deepseek_sglang(row: Row) -> dict[str, Any]:
+    """`dsr1_fp8_h200.sh` of spring 2026."""
+    seats = 512 if row.input_tokens == row.output_tokens else 256
+    chunk = {"chunked_prefill_size": 32768, "max_prefill_tokens": 32768}
+    return {"disable_radix_cache": True, "max_running_requests": seats, **chunk}
+
+
 SERVED = {
     "llama-3.3-70b-h100": _llama_70b("h100_sxm"),
     "llama-3.3-70b-h200": _llama_70b("h200_sxm"),
@@ -218,6 +233,19 @@ SERVED = {
     "minimax-m2.5-b200-nvfp4": replace(_minimax("b200_sxm", "0.19.0", "fp4"), options_of=_two_prompts),
     "minimax-m2.5-b300-nvfp4": replace(_minimax("b300_sxm", "0.19.0", "fp4"), options_of=_two_prompts),
     "kimi-k2.5-h200": _kimi("h200_sxm"),
+    "qwen3-32b-h100-sglang": _sglang("qwen3-32b", "Qwen/Qwen3-32B", "h100_sxm", "0.5.1.post1"),
+    "qwen3-32b-h100-sglang-0.5.8": _sglang("qwen3-32b", "Qwen/Qwen3-32B", "h100_sxm", "0.5.8.post1"),
+    "qwen3-235b-a22b-h200-sglang": _sglang(
+        "qwen3-235b-a22b", "Qwen/Qwen3-235B-A22B-FP8", "h200_sxm", "0.5.6.post2", quantization="fp8"
+    ),
+    "llama-3.1-8b-h200-sglang": _sglang(
+        "llama-3.1-8b", "meta-llama/Llama-3.1-8B-Instruct", "h200_sxm", "0.5.6.post2", quantization="fp8"
+    ),
+    "deepseek-r1-h200-sglang": replace(
+        _sglang("deepseek-v3", "deepseek-ai/DeepSeek-R1", "h200_sxm", "0.5.9"),
+        client=INFERENCEMAX,
+        sglang=_deepseek_sglang,
+    ),
 }
 # Rows whose `attention_dp_size` is above 1 were asked for with `DP_ATTENTION=true`. Scripts of FP4 have a branch for
 # it, `--data-parallel-size=$TP --enable-expert-parallel` without tensor parallelism. Those of FP8 never had one, and
@@ -247,7 +275,7 @@ def read(path: Path, served: Served) -> list[Row]:
 
     A row measured again counts again.
     """
-    wanted = {"backend": "vllm", "mode": "agg", **served.columns}
+    wanted = {"backend": "sglang" if served.sglang else "vllm", "mode": "agg", **served.columns}
     with path.open(encoding="utf-8") as file:
         found = {
             Row(
@@ -316,6 +344,9 @@ def replay(row: Row, served: Served) -> Run:
         **options,
     )
     policy = f"vllm-v1:async-scheduling={str(served.asynchronous).lower()}"
+    if served.sglang:
+        options = [f"{name.replace('_', '-')}={str(value).lower()}" for name, value in served.sglang(row).items()]
+        policy = ":".join(filter(None, ("sglang", ",".join(options))))
     setup = prepare(scenario, policy, parse_policy(policy, {})[1])
     return execute_all(build_run(setup, served.client.requests(row)))
 
