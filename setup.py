@@ -32,8 +32,8 @@ HOT = {
 INTERPRETED = (
     # Asked before a run begins.
     "__init__", "*options", "async_scheduling", "preset", "solver", "equations",
-    # Classes that msgspec and `runtime_checkable` make, and a function of numbers and of arrays.
-    "changes", "limits", "predictor", "request_price",
+    # Classes that msgspec and `runtime_checkable` make.
+    "changes", "limits", "predictor",
     # Classes of several bases with attributes, such bases, and what derives from them.
     "telling", "stage/hand_over", "stage/pull", "mixed", "nixl",
 )  # fmt: skip

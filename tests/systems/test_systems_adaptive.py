@@ -10,6 +10,7 @@ import pytest
 from kvtwin.testing import limits, linear_machine, requests, simulate
 from kvtwin.testing.conformance import Workload, check_jumps, run
 from kvtwin.testing.engines import roofline_machine
+from sim.engine.sequence import Sequence
 from sim.errors import UserError
 from sim.options.policies import parse_policy
 from sim.options.scenario import Scenario
@@ -18,10 +19,9 @@ from sim.run.prepare import prepare
 from sim.run.simulate import build_run, execute
 from sim.run.traffic import traffic
 from sim.specs.models import load_model
-from sim.systems.adaptive.park import Park
 from sim.systems.adaptive.preset import Adaptive
-from sim.systems.adaptive.prospects import AWAY, DECODES, LEAVING, RETURNING, Judged, Prospects
-from sim.systems.adaptive.triage import KEPT
+from sim.systems.adaptive.request_price import Outlook
+from sim.systems.adaptive.triage import Triage
 from sim.systems.base import Policy
 from sim.systems.vllm_v1 import VllmV1
 from traces.request import Request
@@ -249,42 +249,19 @@ def test_what_decodes_the_last_token_that_it_had_takes_one_block_for_it():
     [Adaptive(), Adaptive(predictor="none"), Adaptive(predictor="oracle"), Adaptive(patience_s=10.0)],
     ids=["bucket", "none", "oracle", "patient"],
 )
-def test_a_table_of_all_says_of_each_what_the_order_says(policy, monkeypatch):
-    """`Prospects` has the formulas of `Triage` by columns: the same numbers to the bit, at every decision."""
-    judged, seen, num_equal = Prospects.judged, [], []
+def test_what_is_remembered_of_one_that_waits_or_is_parked_still_holds(policy, monkeypatch):
+    """Prices, SLOs and what it has had: to the bit what is found anew, at every decision."""
+    look, num_remembered = Triage.look, {True: 0, False: 0}
 
-    def compare(self: Prospects, iteration_s: float) -> Judged:
-        found, order, park = judged(self, iteration_s), self.order, self.order.scheduler.eviction
-        assert isinstance(park, Park)
-        copied = set(park.paged.copies_of)
-        members = {
-            DECODES: set(order.batch.members),
-            LEAVING: set(park.away) & copied,
-            AWAY: set(park.away) - copied,
-            RETURNING: set(park.promoting),
-        }
-        for state, expected in members.items():
-            assert {self.seqs[row] for row in self.rows(state)} == expected
-        for seq, row in self.row.items():
-            assert found.kind[row] == order.class_of(seq, order.outlook(seq), iteration_s)
-            assert found.rank_s[row] == order.rank_s(seq)
-            assert found.laxity_s[row] == order.laxity_s(seq, iteration_s)
-            seen.append(len(self.rows(AWAY)))
-        if self.seqs and len(seen) % 3 == 0:
-            # Whose price is the bound is not beyond it.
-            with monkeypatch.context() as patch:
-                patch.setattr(order, "price_limit_s", order.rank_s(self.seqs[-1]))
-                kinds = judged(self, iteration_s).kind
-                for seq, row in self.row.items():
-                    assert kinds[row] == order.class_of(seq, order.outlook(seq), iteration_s)
-                    num_equal.append(order.rank_s(seq) == order.price_limit_s and kinds[row] == KEPT)
+    def compare(self: Triage, seq: Sequence) -> Outlook:
+        found, anew = look(self, seq), self.outlook(seq)
+        assert [getattr(found, name) for name in Outlook.__slots__] == [getattr(anew, name) for name in anew.__slots__]
+        num_remembered[seq.num_generated > 0] += 1
         return found
 
-    monkeypatch.setattr(Prospects, "judged", compare)
+    monkeypatch.setattr(Triage, "look", compare)
     simulate(policy, crowd(100, gap_s=0.07), ROOM)
-    assert len(seen) > 1000
-    assert max(seen) > 0
-    assert sum(num_equal) > 100
+    assert min(num_remembered.values()) > 200
 
 
 def test_one_iteration_passes_before_what_has_joined_is_looked_at():

@@ -62,7 +62,6 @@ def test_blocks_of_each_piece_are_free_when_its_copy_has_ended():
     memory, seq = scheduler.memory, Sequence(requests((0.0, 100, 50))[0])
     memory.take(seq, 100)
     scheduler.eviction.away[seq] = None
-    scheduler.eviction.prospects.decodes(seq)
     memory.send_out(seq, 3)
     moves = scheduler.beside
     assert [(m.first_token, m.end_token, m.num_freed) for m in moves] == [(0, 32, 2), (32, 64, 2), (64, 112, 3)]

@@ -1,6 +1,5 @@
 """What a request still takes: formulas by hand, and lengths from predictions alone."""
 
-import numpy as np
 import pytest
 
 from kvtwin.testing import limits, linear_machine
@@ -87,10 +86,10 @@ def test_at_least_a_token_is_left():
     """Before anything has ended 256 are expected of each; later a quarter more of what outlives all."""
     history = LengthHistory()
     for generated, left in ((255, 1), (256, 1), (254, 2), (300, 1)):
-        assert history.left_after(generated) == history.all_left_after(np.array([float(generated)]))[0] == left
+        assert history.left_after(generated) == left
     history.add(4)
     for generated, left in ((3, 1), (4, 1), (2, 2), (5, 1.25), (100, 25)):
-        assert history.left_after(generated) == history.all_left_after(np.array([float(generated)]))[0] == left
+        assert history.left_after(generated) == left
     for _ in range(1000):
         history.add(10)
     # The first of 1001 is forgotten.
@@ -132,12 +131,9 @@ def test_nothing_gets_more_than_the_context_has_room_for():
     """A context of 100 tokens, 90 of them the prompt: ten in all, whatever the predictor says, if there is one."""
     price = RequestPrice(linear_machine().cost, limits(), longest=100)
     seq = Sequence(Request(0, 0.0, 90, 10**6))
-    generated, context = np.array([0.0, 4.0, 20.0]), np.array([90.0, 94.0, 110.0])
     for lower, median in ((300, 300), (257, 384), (1, 0)):
         seq.predicted_lower_tokens, seq.predicted_median_tokens = lower, median
         assert [price.tokens_left(seq, n) for n in (0, 4, 20)] == [10, 6, 1]
-        medians = np.full(3, float(median))
-        assert price.all_tokens_left(medians, np.full(3, lower == median), generated, context).tolist() == [10, 6, 1]
     seq.predicted_lower_tokens = seq.predicted_median_tokens = 7
     assert price.tokens_left(seq, 0) == 7
 

@@ -21,12 +21,11 @@ less. Blocks that others may hit never move: a sequence that holds any is comput
 cache.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
+from heapq import heapify, heappop
 from itertools import chain
 from math import ceil, inf
 from typing import TYPE_CHECKING, ClassVar, Self
-
-import numpy as np
 
 from sim.engine.changes import Direction, Move, Tier
 from sim.engine.plan import IterationPlan
@@ -36,8 +35,7 @@ from sim.parts.eviction.recompute import Recompute
 from sim.parts.needs import Need
 from sim.systems.adaptive.mechanism import Mechanism
 from sim.systems.adaptive.options import AdaptiveOptions
-from sim.systems.adaptive.prospects import AWAY, DECODES, LEAVING, RETURNING, Judged, Prospects
-from sim.systems.adaptive.triage import HOPELESS, KEPT, Triage
+from sim.systems.adaptive.triage import HOPELESS, KEPT, Place, Triage
 
 if TYPE_CHECKING:
     from sim.engine.scheduler import Scheduler
@@ -93,7 +91,6 @@ class Park(Recompute):
         assert isinstance(order, Triage)
         assert isinstance(memory, Swaps)
         self.order, self.paged = order, memory
-        self.prospects = Prospects(order)
         self.batching: Paced = scheduler.batching  # type: ignore[assignment]
         self.gpu, self.host = memory.gpu, memory.host
         self.max_num_seqs = scheduler.limits.max_num_seqs
@@ -135,11 +132,8 @@ class Park(Recompute):
         if not self.order.changed and not self._short:
             return
         iteration_s, self.num_kept = self.order.iteration_s(), 0
-        judged = first = None
-        if self.away:
-            judged = self.prospects.judged(iteration_s)
-            first = self._bring_back(judged, iteration_s)
-        if self._make_way(iteration_s, judged, first):
+        first = self._bring_back(iteration_s) if self.away else None
+        if self._make_way(iteration_s, first):
             self._growth = self.growth()
         self._joined.clear()
         self._short = self._is_short()
@@ -158,25 +152,27 @@ class Park(Recompute):
     def _is_short(self) -> bool:
         return self.gpu.free + self.paged.releasing < self._growth
 
-    def _ranked(self, judged: Judged) -> Iterator[Sequence]:
-        """The parked whose copies have ended, the first to return first."""
-        return map(self.prospects.seqs.__getitem__, self._returning(judged))
-
-    def _count_kept(self, judged: Judged) -> None:
-        self.num_kept = int(np.count_nonzero(judged.kind[self.prospects.rows(LEAVING, AWAY)] == KEPT))
-
-    def _returning(self, judged: Judged) -> list[int]:
-        """Their rows, in that order."""
-        rows, kind = self.prospects.rows(AWAY), judged.kind
-        # Of those that are kept, too, the cheapest returns first.
-        key = np.where(kind == HOPELESS, judged.arrival_s, judged.rank_s)
-        return rows[np.lexsort((judged.number[rows], key[rows], kind[rows]))].tolist()
+    def _ranked(self, iteration_s: float) -> list[tuple[Place, Sequence]]:
+        """The parked whose copies have ended, a heap: the first to return first. Counts all parked that are kept."""
+        order, leaving = self.order, self.paged.copies_of
+        found: list[tuple[Place, Sequence]] = []
+        self.num_kept = 0
+        for seq in self.away:
+            outlook = order.look(seq)
+            kind = order.class_of(seq, outlook, iteration_s)
+            self.num_kept += kind == KEPT
+            if seq not in leaving:
+                # Of those that are kept, too, the cheapest returns first.
+                key = seq.request.arrival_s if kind == HOPELESS else order.rank_s(seq, outlook)
+                found.append(((kind, key, seq.request.request_id), seq))
+        heapify(found)
+        return found
 
     def _prompt(self) -> Sequence | None:
         """The first prompt that is kept and waits."""
         return self.order.head() if self.order.num_kept else None
 
-    def _bring_back(self, judged: Judged, iteration_s: float) -> Sequence | None:
+    def _bring_back(self, iteration_s: float) -> Sequence | None:
         """Bring back those that there is room for; returns the first for which there is none.
 
         What the link cannot begin before the next step waits on the host: here its blocks would lie idle.
@@ -186,27 +182,31 @@ class Park(Recompute):
         if prompt is not None:
             self.paged.look_up(prompt, is_next=False)
             reserved = self.paged.blocks_wanted(prompt, prompt.num_tokens)
-        prompt_s = self.order.laxity_s(prompt, iteration_s) if prompt is not None else inf
+        prompt_s = self._laxity_s(prompt, iteration_s) if prompt is not None else inf
         free, seats = self.gpu.free - self._growth - 1, self.seats()
-        self._count_kept(judged)
-        for seq in self._ranked(judged):
+        ranked = self._ranked(iteration_s)
+        while ranked:
             if self.mechanism.copy_s(self._returning_blocks, Direction.H2D) > iteration_s:
                 return None
-            blocks, row = self.paged.held_blocks(seq) + 1, self.prospects.row[seq]
-            is_first = judged.kind[row] == KEPT and judged.laxity_s[row] < prompt_s
+            (kind, _, _), seq = heappop(ranked)
+            blocks = self.paged.held_blocks(seq) + 1
+            is_first = kind == KEPT and self._laxity_s(seq, iteration_s) < prompt_s
             if seats <= 0 or blocks > free - (0 if is_first else reserved):
                 return seq
             free -= blocks
             seats -= 1
-            self.num_kept -= int(judged.kind[row] == KEPT)
+            self.num_kept -= kind == KEPT
             self._promote(seq)
         return None
+
+    def _laxity_s(self, seq: Sequence, iteration_s: float) -> float:
+        """Of one that waits or is parked."""
+        return self.order.laxity_s(self.order.look(seq), iteration_s)
 
     def _promote(self, seq: Sequence) -> None:
         del self.away[seq]
         seq.status = Status.PROMOTING
         self.promoting[seq] = None
-        self.prospects.stands(seq, RETURNING)
         self.tally["returned_sequences"] += 1
         self._returning_blocks += self.paged.bring_in(seq)
 
@@ -215,54 +215,48 @@ class Park(Recompute):
             del self.promoting[move.seq]
             self._returning_blocks -= move.num_blocks
             self.scheduler.join_known(move.seq)
-        elif move.target is Tier.HOST and move.seq not in self.paged.copies_of:
-            self.prospects.stands(move.seq, AWAY)
 
     def joined(self, seq: Sequence) -> None:
         self._joined[seq] = None
-        self.prospects.decodes(seq)
-
-    def moved(self, seq: Sequence) -> None:
-        self.prospects.moved(seq)
-
-    def left(self, seq: Sequence) -> None:
-        self.prospects.left(seq)
 
     # -- making way ---------------------------------------------------------------------------------------------------
 
-    def _make_way(self, iteration_s: float, judged: Judged | None, parked: Sequence | None) -> bool:
+    def _make_way(self, iteration_s: float, parked: Sequence | None) -> bool:
         """Take members out until those that are kept and lack room have it, and decodes will; whether any left."""
-        batch, prospects = self.batch, self.prospects
-        missing, head = self._missing(judged, parked)
+        batch, order = self.batch, self.order
+        missing, head = self._missing(iteration_s, parked)
         seats = self._seats_missing()
         short = self._growth - self.gpu.free - self.paged.releasing
         if missing <= 0 and seats <= 0 and short <= 0:
             return False
         members = len(batch.members)
-        judged = judged or prospects.judged(iteration_s)
-        kind, rank_s, laxity_s, _, number = judged
         if head is not None and head.first_token_s >= 0.0:
             # Also one that is to be computed again: else two would take each other's blocks in turn.
-            head_s, price_s = self.order.laxity_s(head, iteration_s), self.order.rank_s(head)
-            lax = (laxity_s >= head_s + MARGIN_S) & (head_s < SHORT_S)
-            fresh = [prospects.row[seq] for seq in self._joined if seq in batch.members]
-            lax[fresh] |= laxity_s[fresh] >= head_s
+            outlook = order.look(head)
+            price_s, head_s = order.rank_s(head, outlook), order.laxity_s(outlook, iteration_s)
+            fresh_lax_s, lax_s = head_s, head_s + MARGIN_S if head_s < SHORT_S else inf
         else:
-            price_s, lax = 0.0, (laxity_s >= MARGIN_S) & self._may_promise(iteration_s)
-        pays = (kind != KEPT) | ((rank_s > price_s) & lax)
-        rows = prospects.rows(DECODES)
-        if short <= 0:
-            rows = rows[pays[rows]]
+            price_s, lax_s = 0.0, MARGIN_S if self._may_promise(iteration_s) else inf
+            fresh_lax_s = lax_s
         # The dearest first, and those that are not kept before all others.
-        rows = rows[np.lexsort((number[rows], rank_s[rows], kind[rows]))[::-1]]
-        droppable = self._droppable(judged) if self.host.free < self.gpu.num_blocks else []
-        for row, seq in [(row, prospects.seqs[row]) for row in rows.tolist()]:
+        leaving: list[tuple[int, float, int, bool, Sequence]] = []
+        for seq in batch.members:
+            outlook = order.outlook(seq)
+            kind, rank_s = order.class_of(seq, outlook, iteration_s), order.rank_s(seq, outlook)
+            least_s = fresh_lax_s if seq in self._joined else lax_s
+            pays = kind != KEPT or (rank_s > price_s and order.laxity_s(outlook, iteration_s) >= least_s)
+            if pays or short > 0:
+                leaving.append((-kind, -rank_s, -seq.request.request_id, pays, seq))
+        heapify(leaving)
+        droppable = self._droppable(iteration_s) if self.host.free < self.gpu.num_blocks else []
+        while leaving:
+            *_, pays, seq = heappop(leaving)
             if len(batch.members) < 2:
                 # Alone it does not help itself by leaving.
                 short = 0
             if missing <= 0 and seats <= 0 and short <= 0:
                 break
-            if seq not in batch.members or not (pays[row] or short > 0) or not self._is_movable(seq):
+            if not (pays or short > 0) or not self._is_movable(seq):
                 continue
             blocks = self.paged.held_blocks(seq)
             tokens = batch.num_tokens_of(seq)
@@ -290,7 +284,7 @@ class Park(Recompute):
         most = min(turns * self.max_num_seqs, self.order.most_decodes())
         return bool(seats < most and blocks < turns * self.gpu.num_blocks)
 
-    def _missing(self, judged: Judged | None, parked: Sequence | None) -> tuple[int, Sequence | None]:
+    def _missing(self, iteration_s: float, parked: Sequence | None) -> tuple[int, Sequence | None]:
         """Blocks that those that are kept lack, copies under way counted, and the first of them."""
         free = self.gpu.free + self.paged.releasing - self._growth - 1
         head = self._prompt()
@@ -306,7 +300,7 @@ class Park(Recompute):
                 if tokens >= MOST_TOKENS:
                     break
             return wanted - free, head
-        if judged is not None and parked is not None and judged.kind[self.prospects.row[parked]] == KEPT:
+        if parked is not None and self.order.class_of(parked, self.order.look(parked), iteration_s) == KEPT:
             return self.paged.held_blocks(parked) + 1 - free, parked
         return 0, None
 
@@ -322,11 +316,14 @@ class Park(Recompute):
 
     def _victim(self, iteration_s: float) -> Sequence | None:
         """The member to leave because decodes lack blocks now: not kept, else the dearest that can afford it."""
-        kind, rank_s, laxity_s, _, number = self.prospects.judged(iteration_s)
-        rows = self.prospects.rows(DECODES)
-        order = np.lexsort((number[rows], rank_s[rows], laxity_s[rows] >= MARGIN_S, kind[rows]))
-        dearest = (self.prospects.seqs[row] for row in rows[order[::-1]].tolist())
-        return next((seq for seq in dearest if seq in self.batch.members and self._may_leave(seq)), None)
+        order = self.order
+        dearest: list[tuple[int, bool, float, int, Sequence]] = []
+        for seq in self.batch.members:
+            outlook = order.outlook(seq)
+            kind, is_lax = order.class_of(seq, outlook, iteration_s), order.laxity_s(outlook, iteration_s) >= MARGIN_S
+            dearest.append((kind, is_lax, order.rank_s(seq, outlook), seq.request.request_id, seq))
+        dearest.sort(reverse=True)
+        return next((seq for *_, seq in dearest if self._may_leave(seq)), None)
 
     def _recompute(self, seq: Sequence) -> None:
         """A member gives up its blocks, and is to be computed again."""
@@ -348,15 +345,13 @@ class Park(Recompute):
         scheduler.counters.preemptions += 1
         seq.num_preemptions += 1
         self.away[seq] = None
-        self.prospects.stands(seq, LEAVING)
         scheduler.park(seq)
         self.paged.send_out(seq, num_pieces)
         self.tally["parked_sequences"] += 1
 
-    def _droppable(self, judged: Judged) -> list[Sequence]:
+    def _droppable(self, iteration_s: float) -> list[Sequence]:
         """Those on the host that are not kept, the last to return last."""
-        rows = self._returning(judged)
-        return [self.prospects.seqs[row] for row in rows if judged.kind[row] != KEPT]
+        return [seq for (kind, _, _), seq in sorted(self._ranked(iteration_s)) if kind != KEPT]
 
     def _drop(self, seq: Sequence) -> None:
         """One on the host is to be computed again."""
@@ -394,16 +389,13 @@ class Park(Recompute):
         self.paged.swap_out(seq, plan)
         seq.num_preemptions += 1
         self.away[seq] = None
-        self.prospects.stands(seq, AWAY)
         self.scheduler.park(seq)
         self.tally["late_swap_outs"] += 1
 
     def unblock(self) -> bool:
         """Nothing can be computed: the first comes back, whatever shall be free."""
         if self.away and not self.paged.copies_of:
-            judged = self.prospects.judged(self.order.iteration_s())
-            self._count_kept(judged)
-            first = next(self._ranked(judged))
+            first = self._ranked(self.order.iteration_s())[0][1]
             if self.paged.can_swap_in(first, 0):
                 self._promote(first)
         return False

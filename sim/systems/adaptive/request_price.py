@@ -14,21 +14,14 @@ mistrusted when nearly spent; without one the mean of what the last outputs had 
 to get more than the engine lets a context grow to.
 """
 
+from bisect import bisect_right, insort
 from collections import deque
-from collections.abc import Callable
-from functools import partial
+from itertools import accumulate
 from math import inf
-from typing import NamedTuple, TypeVar, cast
-
-import numpy as np
-from numpy.typing import NDArray
 
 from sim.cost.model import CostModel
 from sim.engine.limits import Limits
 from sim.engine.sequence import Sequence
-
-Floats = NDArray[np.float64]
-Number = TypeVar("Number", float, Floats)
 
 FEW_LEFT = 16
 MOST_MORE = 64
@@ -42,63 +35,53 @@ PROMPTS = (2048, 4096)
 """Where the cost model is asked: decodes beside one another, and prompts that fill the device."""
 
 
-class Outlook(NamedTuple):
-    """What the class of a request follows from, at any time."""
+class Outlook:
+    """What the class of a request follows from, at any time.
 
-    due_s: float
-    """Of its first token; of its last as its TPOT has it, once it has had one; -inf where the first was late."""
-    num_left: float
-    """Tokens expected before the last is due."""
-    prompt_s: float
-    """What is to be computed before them, with a margin where the first token is due."""
-    work_s: float
-    """Price of all that is left."""
-    first_s: float
-    """Price of its prompt alone; inf where the first token has come."""
+    Args:
+        due_s: of its first token; of its last as its TPOT has it, once it has had one; -inf where the first was late.
+        num_left: tokens expected before the last is due.
+        prompt_s: what is to be computed before them, with a margin where the first token is due.
+        work_s: price of all that is left.
+        first_s: price of its prompt alone.
+    """
 
+    __slots__ = ("due_s", "first_s", "num_left", "prompt_s", "work_s")
 
-# As those of `sim.engine.changes`.
-make_outlook = cast(Callable[[tuple[float, float, float, float, float]], Outlook], partial(tuple.__new__, Outlook))
+    def __init__(self, due_s: float, num_left: float, prompt_s: float, work_s: float, first_s: float) -> None:
+        self.due_s, self.num_left, self.prompt_s = due_s, num_left, prompt_s
+        self.work_s, self.first_s = work_s, first_s
 
 
 class LengthHistory:
     """Outputs that ended last, and what they had left at a point."""
 
-    memoized = ("_changed", "_sorted", "_sums")
+    memoized = ("_sums",)
 
     def __init__(self) -> None:
-        self._last: deque[int] = deque(maxlen=HISTORY)
-        self._changed = False
-        # Sorted, and sums of the longest 0, 1, 2... of them; brought up to date when asked for.
-        self._sorted = self._sums = np.zeros(1, np.int64)
+        self._last: deque[int] = deque()
+        self._sorted: list[int] = []
+        # Of the longest 0, 1, 2... of them; made anew when asked for.
+        self._sums: list[int] = []
 
     def add(self, num_tokens: int) -> None:
         """An output of so many tokens ended."""
+        if len(self._last) == HISTORY:
+            del self._sorted[bisect_right(self._sorted, self._last.popleft()) - 1]
         self._last.append(num_tokens)
-        self._changed = True
-
-    def _catch_up(self) -> None:
-        if self._changed:
-            self._sorted = np.sort(np.array(self._last))
-            self._sums = np.concatenate(([0], np.cumsum(self._sorted[::-1])))
-            self._changed = False
+        insort(self._sorted, num_tokens)
+        self._sums = []
 
     def left_after(self, num_tokens: int) -> float:
         """Mean of what outputs longer than `num_tokens` had beyond them; a quarter more where none was longer."""
-        if not self._last:
+        if not self._sorted:
             return max(1.0, UNKNOWN - num_tokens)
-        self._catch_up()
-        longer = len(self._sorted) - int(np.searchsorted(self._sorted, num_tokens, "right"))
-        return int(self._sums[longer]) / longer - num_tokens if longer else max(1.0, num_tokens / 4)
-
-    def all_left_after(self, num_tokens: Floats) -> Floats:
-        """The same of many."""
-        if not self._last:
-            return np.maximum(1.0, UNKNOWN - num_tokens)
-        self._catch_up()
-        longer = len(self._sorted) - np.searchsorted(self._sorted, num_tokens, "right")
-        mean = self._sums[longer] / np.maximum(1, longer) - num_tokens
-        return np.where(longer > 0, mean, np.maximum(1.0, num_tokens / 4))
+        longer = len(self._sorted) - bisect_right(self._sorted, num_tokens)
+        if not longer:
+            return max(1.0, num_tokens / 4)
+        if not self._sums:
+            self._sums = list(accumulate(reversed(self._sorted), initial=0))
+        return self._sums[longer] / longer - num_tokens
 
 
 class RequestPrice:
@@ -165,30 +148,13 @@ class RequestPrice:
             return max(1, left)
         return left if left >= FEW_LEFT else max(FEW_LEFT, min(num_generated / 4, MOST_MORE))
 
-    def all_tokens_left(
-        self, median: Floats, is_exact: NDArray[np.bool_], num_generated: Floats, context: Floats
-    ) -> Floats:
-        """Tokens left of many; `is_exact`: the median is the lower bound, too; `context`: tokens that each has."""
-        left = median - num_generated
-        spent = np.maximum(FEW_LEFT, np.minimum(num_generated / 4, MOST_MORE))
-        expected = np.where(left >= FEW_LEFT, left, spent)
-        if np.count_nonzero(is_exact):
-            expected = np.where(is_exact, np.maximum(1.0, left), expected)
-        if np.count_nonzero(median) < len(median):
-            unknown = median == 0.0
-            expected[unknown] = self.history.all_left_after(num_generated[unknown])
-        return np.minimum(expected, np.maximum(1.0, self._longest - context))
-
-    def decodes_s(self, num_tokens: Number, context: Number, larger: Callable[[Number, float], Number] = max) -> Number:
-        """What so many more tokens from that context on take; of arrays with `larger` of numpy.
-
-        Each is a share of an iteration of a full batch, by blocks, by seat or by time.
-        """
+    def decodes_s(self, num_tokens: float, context: float) -> float:
+        """What so many more tokens from that context on take."""
         mean = context + num_tokens / 2
         token_s = self.context_s * mean + self.decode_s
-        share = larger(mean * self._block_share + self._half_block, self._seat_share)
-        iterations = num_tokens * larger(share, self._per_pace * token_s)  # type: ignore[arg-type]
-        return self.step_s * iterations + num_tokens * token_s
+        # Of an iteration of a full batch, by blocks, by seat or by time.
+        share = max(mean * self._block_share + self._half_block, self._seat_share, self._per_pace * token_s)
+        return self.step_s * (num_tokens * share) + num_tokens * token_s
 
     def iterations_by_limit(self, num_tokens: float, context: float, prompt_s: float) -> tuple[float, float]:
         """Iterations of a full batch: by blocks or seats alone, and by time alone with a prompt of so many seconds."""

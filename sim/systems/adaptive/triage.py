@@ -34,7 +34,7 @@ from sim.engine.sequence import Sequence
 from sim.parts.base import Order
 from sim.systems.adaptive.options import AdaptiveOptions
 from sim.systems.adaptive.pace import Beside, Correction, Pace
-from sim.systems.adaptive.request_price import Outlook, RequestPrice, make_outlook
+from sim.systems.adaptive.request_price import Outlook, RequestPrice
 from traces.request import Request
 
 if TYPE_CHECKING:
@@ -123,7 +123,7 @@ class Triage(Order):
         """The TPOT that iterations keep to: that of some of the last arrivals."""
         self._queue: list[tuple[Place, Sequence]] = []
         self._place: dict[Sequence, Place] = {}
-        # Of requests that wait and have a predicted length: while they wait, theirs does not change.
+        # Of requests that wait or are parked, and have a predicted length: meanwhile theirs does not change.
         self._outlooks: dict[Sequence, Outlook] = {}
         self.waiting = self._queue
         self._arrivals: deque[Arrival] = deque(maxlen=ARRIVALS)
@@ -178,10 +178,6 @@ class Triage(Order):
 
     # -- prospects -----------------------------------------------------------------------------------------------------
 
-    def num_generated_of(self, seq: Sequence) -> int:
-        """Output tokens that it has had."""
-        return self.scheduler.num_generated_of(seq)
-
     def ttft_of(self, request: Request) -> float:
         """TTFT that it is to meet, s."""
         slos = request.slos
@@ -195,7 +191,7 @@ class Triage(Order):
     def outlook(self, seq: Sequence) -> Outlook:
         """What its class follows from."""
         request, price, num_tokens = seq.request, self.price, seq.num_tokens
-        generated = self.num_generated_of(seq)
+        generated = self.scheduler.num_generated_of(seq)
         left = price.tokens_left(seq, generated)
         work_s = price.decodes_s(left, request.prompt_tokens + generated)
         prompt_s = 0.0
@@ -205,23 +201,31 @@ class Triage(Order):
             work_s += price.prompt_work_s(prompt_s)
         if seq.first_token_s < 0.0:
             due_s = request.arrival_s + self.ttft_of(request)
-            return make_outlook((due_s, FIRST_ITERATIONS, PREFILL_MARGIN * prompt_s, work_s, prompt_s))
+            return Outlook(due_s, FIRST_ITERATIONS, PREFILL_MARGIN * prompt_s, work_s, prompt_s)
         if seq.first_token_s > request.arrival_s + self.ttft_of(request) + TIE_S:
-            return make_outlook((-inf, left, prompt_s, work_s, inf))
+            return Outlook(-inf, left, prompt_s, work_s, prompt_s)
         due_s = seq.first_token_s + self.tpot_of(request) * (generated + left - 1)
-        return make_outlook((due_s, left, prompt_s, work_s, inf))
+        return Outlook(due_s, left, prompt_s, work_s, prompt_s)
 
-    def remaining_s(self, seq: Sequence) -> float:
-        """Price of what is left of it: of its prompt, unless that is computed, and of its output."""
-        return self.outlook(seq).work_s
+    def look(self, seq: Sequence) -> Outlook:
+        """The outlook of one that waits or is parked."""
+        outlook = self._outlooks.get(seq)
+        if outlook is None:
+            outlook = self.outlook(seq)
+            self._keep(seq, outlook)
+        return outlook
+
+    def _keep(self, seq: Sequence, outlook: Outlook) -> None:
+        if seq.predicted_median_tokens:
+            self._outlooks[seq] = outlook
 
     def is_impatient(self, seq: Sequence) -> bool:
         """Whether it has waited for so long that price does not count."""
         return bool(self.patience_s) and self.scheduler.now_s >= seq.request.arrival_s + self.patience_s - TIE_S
 
-    def rank_s(self, seq: Sequence) -> float:
+    def rank_s(self, seq: Sequence, outlook: Outlook) -> float:
         """Kept and parked sequences return in this order, and leave in the reverse: price; the impatient before all."""
-        return seq.request.arrival_s - FOREVER_S if self.is_impatient(seq) else self.remaining_s(seq)
+        return seq.request.arrival_s - FOREVER_S if self.is_impatient(seq) else outlook.work_s
 
     def iteration_s(self) -> float:
         """What an iteration takes, its share of the prompts that are to be expected included: the pace bounds these."""
@@ -255,19 +259,17 @@ class Triage(Order):
         most = price.most_decodes(self.batch.context_tokens / members, (self.decodes_s() - price.step_s) / members)
         return max(1.0, most)
 
-    def laxity_s(self, seq: Sequence, iteration_s: float) -> float:
+    def laxity_s(self, outlook: Outlook, iteration_s: float) -> float:
         """How long it could stand still and meet its SLOs yet; infinitely little where it is late already."""
-        due_s, num_left, prompt_s, *_ = self.outlook(seq)
-        return due_s - self.scheduler.now_s - num_left * iteration_s - prompt_s
+        return outlook.due_s - self.scheduler.now_s - outlook.num_left * iteration_s - outlook.prompt_s
 
     def class_of(self, seq: Sequence, outlook: Outlook, iteration_s: float) -> int:
         """`KEPT`, `DEFERRED` or `HOPELESS`, by its `outlook`."""
         if self.patience_s and self.is_impatient(seq):
             return KEPT
-        due_s, num_left, prompt_s, work_s, _ = outlook
-        if due_s - self.scheduler.now_s - num_left * iteration_s - prompt_s < 0.0:
+        if self.laxity_s(outlook, iteration_s) < 0.0:
             return HOPELESS
-        if work_s > self.price_limit_s:
+        if outlook.work_s > self.price_limit_s:
             return DEFERRED
         # Its tokens would come too slowly.
         is_tight = seq.first_token_s < 0.0 and self.tpot_of(seq.request) < self.kept_tpot_s - TIE_S
@@ -368,13 +370,13 @@ class Triage(Order):
         full = max(len(members) / scheduler.limits.max_num_seqs, 1.0 - scheduler.gpu.free / scheduler.gpu.num_blocks)
         if full >= FILL or len(members) / self.most_decodes() >= full:
             return 0.0
-        return (FILL / full - 1.0) * sum(map(self.remaining_s, members))
+        return (FILL / full - 1.0) * sum([self.outlook(seq).work_s for seq in members])
 
     def _queue_s(self) -> float:
         """Work that may wait beside what is kept and waits, so that no first token waits longer than it may, s."""
         kept = list(self.kept())
         may_wait_s = URGENT * min((self.ttft_of(seq.request) for seq in kept), default=self.ttft_slo_s)
-        return max(0.0, may_wait_s - sum([self._look(seq).work_s for seq in kept]))
+        return max(0.0, may_wait_s - sum([self.look(seq).work_s for seq in kept]))
 
     def put_back(self, seqs: list[Sequence]) -> None:
         for seq in seqs:
@@ -389,16 +391,6 @@ class Triage(Order):
         self._place_at(seq, (kind, key, seq.request.request_id))
         self._keep(seq, outlook)
         return kind
-
-    def _look(self, seq: Sequence) -> Outlook:
-        """The outlook of one that waits, anew."""
-        outlook = self.outlook(seq)
-        self._keep(seq, outlook)
-        return outlook
-
-    def _keep(self, seq: Sequence, outlook: Outlook) -> None:
-        if seq.predicted_median_tokens:
-            self._outlooks[seq] = outlook
 
     def _place_at(self, seq: Sequence, place: Place) -> None:
         self._place[seq] = place
@@ -461,7 +453,7 @@ class Triage(Order):
         hoping = len(self._queue) - (0 if self.patience_s else self._num_hopeless)
         moved: list[tuple[Sequence, Outlook]] = []
         for (old, key, _), seq in self._queue[:hoping]:
-            outlook = self._outlooks.get(seq) or self._look(seq)
+            outlook = self.look(seq)
             kind = self.class_of(seq, outlook, iteration_s)
             if kind == HOPELESS and old == KEPT and seq.first_token_s < 0.0:
                 self._num_missed += 1
@@ -521,9 +513,11 @@ class Triage(Order):
         self.beside.add(end_s - begin_s - alone_s, started)
 
     def joined(self, seq: Sequence) -> None:
+        self._outlooks.pop(seq, None)
         self._stale = True
 
     def left(self, seq: Sequence) -> None:
+        self._outlooks.pop(seq, None)
         self._stale = True
         if seq.num_generated >= seq.output_tokens:
             self.price.history.add(seq.num_generated)
