@@ -57,7 +57,6 @@ def add_reproduce(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=partial(_goes_on, reproduce_command))
     parser.add_argument("paper", nargs="?", help="layerkv, ellm, hcache, kvpr or sarathi (default: all)")
     parser.add_argument("--figure", metavar="N", help="of the paper (default: all that are known)")
-    parser.add_argument("--page", type=Path, metavar="FILE", help="Markdown page whose tables to replace")
     add_means(parser)
 
 
@@ -216,17 +215,11 @@ def sweep_command(arguments: argparse.Namespace) -> int:
 
 def reproduce_command(arguments: argparse.Namespace) -> int:
     """`kvtwin reproduce`."""
-    from sim.files import read_text, write_atomically  # noqa: PLC0415
-    from sim.study.reproduce import around_table, fill_in, run_setups, table  # noqa: PLC0415
+    from sim.study.reproduce import run_setups, table  # noqa: PLC0415
     from sim.study.setup_files import chosen, read_setups  # noqa: PLC0415
 
     folder: Path = arguments.out
     setups, means = chosen(read_setups(), arguments.paper, arguments.figure), means_of(arguments)
-    target: Path | None = arguments.page
-    page = "" if target is None else read_text(target)
-    for setup in setups if target is not None else ():
-        # Runs take minutes: a page without a place for their tables is told before.
-        around_table(page, setup.name)
     with owning(folder):
         with progress("reproduce", arguments.quiet) as begin:
             found = run_setups(setups, folder, means, begin)
@@ -234,8 +227,6 @@ def reproduce_command(arguments: argparse.Namespace) -> int:
 
         for one in found:
             draw(one, folder / "figures" / f"{one.setup.name}-{one.setup.figure}.png")
-        if target is not None:
-            write_atomically(target, lambda file: file.write(fill_in(page, found).encode()))
     if not arguments.quiet:
         for one in found:
             print(f"\n{one.setup.heading}\n{table([one])}")

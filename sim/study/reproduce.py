@@ -160,27 +160,3 @@ def table(found: Iterable[Found]) -> str:
 
 def _digits(value: float | None) -> str:
     return "-" if value is None else digits(value)
-
-
-# -- the page ----------------------------------------------------------------------------------------------------------
-
-
-def fill_in(page: str, found: Iterable[Found]) -> str:
-    """The page with these papers' tables replaced, which stand from `<!-- reproduce NAME -->` to `<!-- end -->`."""
-    by_paper: dict[str, list[Found]] = {}
-    for one in found:
-        by_paper.setdefault(one.setup.name, []).append(one)
-    for name, ones in by_paper.items():
-        before, after = around_table(page, name)
-        page = f"{before}\n{table(ones)}\n{after}"
-    return page
-
-
-def around_table(page: str, name: str) -> tuple[str, str]:
-    """What stands on the page before a paper's table and behind it. UserError where it has no place for one."""
-    start, end = f"<!-- reproduce {name} -->", "<!-- end -->"
-    before, mark, rest = page.partition(start)
-    _, closing, after = rest.partition(end)
-    if not mark or not closing:
-        raise UserError(f"--page: no {start} ... {end} in it; add them where the table is to stand")
-    return before + start, end + after

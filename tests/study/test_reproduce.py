@@ -8,7 +8,7 @@ import pytest
 import kvtwin
 from sim.errors import UserError
 from sim.study.points import setup_of
-from sim.study.reproduce import NOT, PARTLY, REPRODUCED, Found, _verdict, digits, fill_in, rows_of, run_setups, table
+from sim.study.reproduce import NOT, PARTLY, REPRODUCED, Found, _verdict, digits, rows_of, run_setups, table
 from sim.study.reproduce_figure import figure_of
 from sim.study.setup_files import SETUPS as SETUPS_FOLDER
 from sim.study.setup_files import Claim, PaperSetup, chosen, read_setups, value_of
@@ -195,32 +195,25 @@ def test_numbers_of_what_a_run_has_not_are_nothing():
     assert value_of({"counters": {"rebuilt_tokens": 3, "context_tokens": 1}}, "uncached") == 3.0
 
 
-def test_a_page_keeps_what_is_not_the_papers_table():
+def test_the_engines_of_the_time_and_todays_have_a_verdict_each():
     claim = Claim("less", 2.5, "mean_ttft_ms", "a", "b")
     one = found(claim, TWO)
     # On today's engine "b" has half of the time: "a" takes six times as long.
     faster = {**one.results["", 1, "b"], "mean_ttft_ms": 50.0}
     one = msgspec.structs.replace(one, todays={**one.results, ("", 1, "b"): faster})
-    page = "before\n<!-- reproduce paper -->\nold\n<!-- end -->\nafter\n<!-- end -->"
-    filled = fill_in(page, [one])
-    assert filled == f"before\n<!-- reproduce paper -->\n{table([one])}\n<!-- end -->\nafter\n<!-- end -->"
-    assert "| 1 | less | 2.5 | 3 | reproduced | 6 | partly |" in filled
-    with pytest.raises(UserError, match="reproduce paper"):
-        fill_in("nothing", [one])
+    assert "| 1 | less | 2.5 | 3 | reproduced | 6 | partly |" in table([one])
 
 
-def test_a_figure_is_run_printed_drawn_and_kept_and_its_page_filled_in(tmp_path, capsys):
-    (page := tmp_path / "page.md").write_text("é <!-- reproduce kvpr -->\nold\n<!-- end -->\n")
-    arguments = ["reproduce", "kvpr", "--out", str(tmp_path), "--jobs", "1", "--page", str(page)]
+def test_a_figure_is_run_printed_drawn_and_kept(tmp_path, capsys):
+    arguments = ["reproduce", "kvpr", "--out", str(tmp_path), "--jobs", "1"]
     assert kvtwin.main(arguments) == 0
-    printed, filled = capsys.readouterr().out, page.read_text()
-    row = "| throughput | decode throughput, most | 1.46 |"
-    assert row in printed and row in filled and "old" not in filled
+    printed = capsys.readouterr().out
+    assert "| throughput | decode throughput, most | 1.46 |" in printed
     assert (tmp_path / "figures" / "kvpr-throughput.png").stat().st_size > 5_000
     kept = {path: path.stat().st_mtime_ns for path in (tmp_path / "points").iterdir()}
     assert kvtwin.main(arguments) == 0
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "points").iterdir()} == kept
-    assert capsys.readouterr().out == printed and page.read_text() == filled
+    assert capsys.readouterr().out == printed
 
 
 def test_a_point_that_is_refused_is_told_and_the_others_are_run(tmp_path):
@@ -236,14 +229,3 @@ def test_a_setup_that_is_none_is_one_line(tmp_path):
     (tmp_path / "one.toml").write_text('paper = "x"')
     with pytest.raises(UserError, match=r"one\.toml: Object missing required field `figure`; see the setups that ship"):
         read_setups(tmp_path)
-
-
-@pytest.mark.parametrize("text", [None, "no place for tables"])
-def test_a_page_without_a_place_is_told_before_anything_runs(tmp_path, capsys, text):
-    page = tmp_path / "page.md"
-    if text is not None:
-        page.write_text(text)
-    out = tmp_path / "out"
-    assert kvtwin.main(["reproduce", "kvpr", "--out", str(out), "--page", str(page)]) == 2
-    assert ("page" in (error := capsys.readouterr().err)) and error.count("\n") == 1
-    assert not out.exists()
