@@ -1,8 +1,7 @@
 """What `plan` chooses among: layouts of engines on so many GPUs, times the knobs of today's engines.
 
-A layout is tensor parallelism x replicas, or a pool that prefills and a pool that decodes, each with its own tensor
-parallelism. A knob that the user has set is not searched. Pipelines are not searched: those that are modelled are vLLM
-0.5.5's, which no server of today runs.
+A layout is tensor parallelism x stages x replicas, or a pool that prefills and a pool that decodes, each with its own
+tensor parallelism. A knob that the user has set is not searched.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,6 +14,7 @@ from msgspec import Struct
 from sim.errors import UserError
 from sim.options.policies import owned_option
 from sim.parts.options import Conditional
+from sim.run.prepare import PIPELINED_BATCHINGS
 from sim.study.limits import fp8_of
 from sim.study.points import policy_of, setup_of
 
@@ -22,6 +22,7 @@ Layouts = Literal["both", "engines", "pools"]
 LAYOUTS: tuple[Layouts, ...] = get_args(Layouts)
 TENSOR_PARALLEL = (1, 2, 4, 8)
 """GPUs of a group: those of one server."""
+STAGES = (1, 2, 4)
 BUDGETS = (512, 2048, 8192, 16384)
 SEATS = (64, 256, 1024)
 OFFLOAD_GIB_PER_GPU = 64.0
@@ -103,7 +104,7 @@ class Space:
         self.conditional: list[Conditional] = []
         """Options of policies that act in some deployments alone, as they are met."""
         self._owned = {name: own.name for name in fixed if (own := owned_option(name)) is not None}
-        self._engines: dict[str, dict[int, bool]] = {policy: {} for policy in policies}
+        self._engines: dict[str, dict[tuple[int, int], bool]] = {policy: {} for policy in policies}
 
     def of(self, num_gpus: int) -> list[Deployment]:
         """The deployments on just so many GPUs, the simplest first."""
@@ -134,20 +135,25 @@ class Space:
     def _layouts(self, policy: str, num_gpus: int) -> Iterator[tuple[Options, Options, str]]:
         """Base options, those of the layout, and the layout in words."""
         base = self._base(policy)
-        hands_over = policy_of(base)[1].hands_over
+        parsed = policy_of(base)[1]
+        hands_over = parsed.hands_over
+        # Other batchings have no pipelines, which need not be told of every group.
+        all_stages = STAGES if parsed.names["batching"] in PIPELINED_BATCHINGS else (1,)
         named = "" if len(self.policies) == 1 else f"{policy}: "
         if self.layouts != "pools" and not hands_over:
-            for tp in self._tensor_parallel():
-                count, left = divmod(num_gpus, tp)
-                if left or not self._can(policy, tp):
+            for tp, stages in product(self._tensor_parallel(), all_stages):
+                if num_gpus % (tp * stages) or not self._can(policy, tp, stages):
                     continue
+                count = num_gpus // (tp * stages)
                 layout: Options = {"tp": tp}
+                if stages > 1:
+                    layout["pipeline_parallel_size"] = stages
                 if count > 1:
                     layout |= {"replicas": count, "router": self.fixed.get("router", "least-loaded")}
-                yield base, layout, named + _engines(count, tp)
+                yield base, layout, named + _engines(count, tp, stages)
         if self.layouts != "engines" and (pooled := self._pooled(policy, base, hands_over)) is not None:
             for prefill_tp, decode_tp in product(self._tensor_parallel(), repeat=2):
-                if not (self._can(policy, prefill_tp) and self._can(policy, decode_tp)):
+                if not (self._can(policy, prefill_tp, 1) and self._can(policy, decode_tp, 1)):
                     continue
                 for prefill in range(1, num_gpus // prefill_tp + 1):
                     decode, left = divmod(num_gpus - prefill * prefill_tp, decode_tp)
@@ -156,7 +162,7 @@ class Space:
                     layout = {"tp": prefill_tp, "prefill_replicas": prefill, "decode_replicas": decode}
                     if decode_tp != prefill_tp:
                         layout["decode_tp"] = decode_tp
-                    words = [_engines(prefill, prefill_tp, "prefill "), _engines(decode, decode_tp, "decode ")]
+                    words = [_engines(prefill, prefill_tp, 1, "prefill "), _engines(decode, decode_tp, 1, "decode ")]
                     yield pooled, layout, named + " and ".join(words)
 
     def _tensor_parallel(self) -> tuple[int, ...]:
@@ -179,21 +185,21 @@ class Space:
         self._refuse(refused, f"pools of {policy}")
         return None
 
-    def _can(self, policy: str, tp: int) -> bool:
-        """Whether there are engines of such groups: heads divide, weights fit."""
+    def _can(self, policy: str, tp: int, stages: int) -> bool:
+        """Whether there are engines of such groups and stages: heads divide, weights fit, the policy has stages."""
         known = self._engines[policy]
-        if tp not in known:
+        if (tp, stages) not in known:
             base = self._base(policy)
             try:
                 pools = {}
                 if policy_of(base)[1].hands_over:
                     pools = {"prefill_replicas": 1, "decode_replicas": 1, "link_gbps": self.link_gbps}
-                setup_of(ANY | base | pools | {"tp": tp})
-                known[tp] = True
+                setup_of(ANY | base | pools | {"tp": tp} | ({"pipeline_parallel_size": stages} if stages > 1 else {}))
+                known[tp, stages] = True
             except UserError as error:
-                known[tp] = False
-                self._refuse(str(error), f"tp {tp}")
-        return known[tp]
+                known[tp, stages] = False
+                self._refuse(str(error), f"tp {tp}" + (f", {stages} stages" if stages > 1 else ""))
+        return known[tp, stages]
 
     def _refuse(self, reason: str, what: str) -> None:
         names = self.refused.setdefault(reason, [])
@@ -225,8 +231,9 @@ class Space:
                 yield knobs, sum(axes[name].index(value) for name, value in knobs.items())
 
 
-def _engines(count: int, tp: int, role: str = "") -> str:
-    return f"{count} {role}engine{'s' if count > 1 else ''} of {tp} GPU{'s' if tp > 1 else ''}"
+def _engines(count: int, tp: int, stages: int, role: str = "") -> str:
+    each = f"{tp} GPU{'s' if tp > 1 else ''}" + (f" x {stages} stages" if stages > 1 else "")
+    return f"{count} {role}engine{'s' if count > 1 else ''} of {each}"
 
 
 def _others(values: Sequence[int], usual: int) -> list[int]:

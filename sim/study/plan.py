@@ -74,8 +74,6 @@ class Asked(Struct, frozen=True):
 
 OWN = ("gpu", "policy", "max_gpus", "slo", "objective", "gpu_hour_usd", "layouts", "seeds")
 """Keys of a question that are no options of its runs."""
-NOT_SEARCHED = ("data_parallel_size", "enable_expert_parallel", "pipeline_parallel_size")
-NOT_SEARCHED += ("prefill_pipeline_parallel_size", "decode_pipeline_parallel_size")
 SERVER_GPUS = 8
 
 
@@ -86,10 +84,10 @@ def read_plan(given: Mapping[str, Any]) -> Asked:
         UserError: a value is none of its kind, no SLO is given, or what the objective needs is missing.
     """
     given = {name: value for name, value in given.items() if value is not None}
-    for name in NOT_SEARCHED:
+    for name in ("data_parallel_size", "enable_expert_parallel"):
         if given.get(name):
             raise UserError(f"{flag(name)}: plan searches no such deployments; leave it out, and compare with `run`")
-    for name in set(OF_LAYOUTS) - {"tp", *NOT_SEARCHED} & given.keys():
+    for name in set(OF_LAYOUTS) - {"tp", "enable_expert_parallel"} & given.keys():
         raise UserError(f"{flag(name)}: is what plan looks for; leave it out (--tp and --layouts narrow the search)")
     fixed: dict[str, Any] = {"model": Scenario.model} | {
         name: value for name, value in given.items() if name not in OWN
