@@ -9,6 +9,7 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
+from traces.adapters import with_adapters
 from traces.errors import TraceError
 from traces.fields import TIME_UNITS
 from traces.readers import FORMATS, Trace, open_trace
@@ -111,12 +112,12 @@ def _add_convert(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"
     group.add_argument("--burstiness", type=float, default=1.0, metavar="B", help="with --request-rate; 1 is Poisson")
     group.add_argument("--seed", type=int, default=0, help="of the arrivals that --request-rate draws (default 0)")
     group.add_argument("--head", type=int, metavar="N", help="keep the first N requests")
-    _add_tool_calls(parser)
+    _add_drawn(parser)
     _add_reading(parser)
     parser.set_defaults(run=run_convert)
 
 
-def _add_tool_calls(parser: argparse.ArgumentParser) -> None:
+def _add_drawn(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("tool calls, drawn by --seed")
     group.add_argument("--tool-calls", type=float, metavar="N", help="mean calls of tools of a request (Poisson)")
     group.add_argument(
@@ -126,12 +127,18 @@ def _add_tool_calls(parser: argparse.ArgumentParser) -> None:
         "--tool-call-tokens", type=float, default=32.0, metavar="N",
         help="mean tokens that a call returns, exponential (default 32)",
     )  # fmt: skip
+    group = parser.add_argument_group("adapters (LoRA), drawn by --seed")
+    group.add_argument("--loras", type=int, metavar="N", help="give each request one of N adapters")
+    group.add_argument(
+        "--lora-skew", type=float, default=0.0, metavar="S",
+        help="the adapter of rank r is drawn with a weight of 1 / r^S (default 0: all alike)",
+    )  # fmt: skip
 
 
-def _calling(stream: Iterable[Request], args: argparse.Namespace) -> Iterable[Request]:
-    if args.tool_calls is None:
-        return stream
-    return with_tool_calls(stream, args.tool_calls, args.tool_call_s, args.tool_call_tokens, args.seed)
+def _with_drawn(stream: Iterable[Request], args: argparse.Namespace) -> Iterable[Request]:
+    if args.tool_calls is not None:
+        stream = with_tool_calls(stream, args.tool_calls, args.tool_call_s, args.tool_call_tokens, args.seed)
+    return stream if args.loras is None else with_adapters(stream, args.loras, args.lora_skew, args.seed)
 
 
 def _add_output(parser: argparse.ArgumentParser) -> None:
@@ -157,7 +164,7 @@ def _add_generate(commands: "argparse._SubParsersAction[argparse.ArgumentParser]
     parser.add_argument("--seed", type=int, default=0, help="the same seed, the same requests (default 0)")
     parser.add_argument("--input-len", type=int, metavar="TOKENS", help="prompt length, or its mean")
     parser.add_argument("--output-len", type=int, metavar="TOKENS", help="output length, or its mean")
-    _add_tool_calls(parser)
+    _add_drawn(parser)
     group = parser.add_argument_group("by workload")
     for name in ABOUT:
         kind = option_type(name)
@@ -223,7 +230,7 @@ def run_convert(args: argparse.Namespace) -> int:
         stream = at_request_rate(stream, args.request_rate, args.burstiness, args.seed)
     if args.head is not None:
         stream = head(stream, args.head)
-    count = write_trace(_calling(stream, args), args.output)
+    count = write_trace(_with_drawn(stream, args), args.output)
     skipped = sum(trace.skipped for trace in traces)
     _say_written(count, args.output, f" ({skipped:,} rows skipped)" if skipped else "")
     return 0
@@ -256,7 +263,7 @@ def run_generate(args: argparse.Namespace) -> int:
         output_len=args.output_len,
         **given,
     )
-    _say_written(write_trace(_calling(stream, args), args.output), args.output)
+    _say_written(write_trace(_with_drawn(stream, args), args.output), args.output)
     return 0
 
 

@@ -6,7 +6,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import NamedTuple
 
-from traces import acceptance_rate, images, slos
+from traces import acceptance_rate, adapters, images, slos
 from traces.errors import TraceError
 from traces.fields import Where
 from traces.files import text_blocks
@@ -34,12 +34,13 @@ class CsvFormat(NamedTuple):
     slos: str = ""
     acceptance_rate: str = ""
     images: str = ""
+    lora: str = ""
 
     @property
     def by_column(self) -> tuple[str, ...]:
         """Names of what `Columns` has beside times and lengths, in its order; empty where the format lacks it."""
         plain = self.session, self.hashes, self.block, self.output_hashes, self.priority, self.calls
-        return *plain, self.slos, self.acceptance_rate, self.images
+        return *plain, self.slos, self.acceptance_rate, self.images, self.lora
 
     @property
     def required(self) -> tuple[str, ...]:
@@ -54,7 +55,7 @@ class CsvFormat(NamedTuple):
     @property
     def numeric(self) -> tuple[str, ...]:
         """All of them that hold numbers or stamps."""
-        return tuple(name for name in (*self.required, *self.optional) if name != self.session)
+        return tuple(name for name in (*self.required, *self.optional) if name not in (self.session, self.lora))
 
 
 # In the order of detection: the first whose required columns are all there is the file's format.
@@ -73,6 +74,7 @@ CSV_FORMATS = {
         slos=slos.FIELD,
         acceptance_rate=acceptance_rate.FIELD,
         images=images.FIELD,
+        lora=adapters.FIELD,
     ),
     # 2025 adds NumImages; its image tokens are not in ContextTokens' prompt text and are not read.
     "azure": CsvFormat("TIMESTAMP", "ContextTokens", "GeneratedTokens", stamps=True),
@@ -171,7 +173,7 @@ class CsvReader(LineReader):
         found = [columns[self.index[name]] if name in self.index else () for name in form.by_column]
         if not any(found):
             return plain
-        sessions, ids, sizes, output_ids, priorities, called, own_slos, rates, pictured = found
+        sessions, ids, sizes, output_ids, priorities, called, own_slos, rates, pictured, loras = found
         hashes = [tuple(map(int, cell.split())) for cell in ids]
         default = self.options.hash_block_tokens or 0
         blocks = [int(cell or 0) or default for cell in sizes] if ids and sizes else [default] * len(hashes)
@@ -198,6 +200,7 @@ class CsvReader(LineReader):
             slos=list(map(slos.slos_of, own_slos)),
             acceptance_rates=list(map(acceptance_rate.rate_of, rates)),
             images=seen,
+            loras=list(map(adapters.name_of, loras)),
         )
 
     def row(self, where: Where, line: str) -> Row:
@@ -222,7 +225,8 @@ class CsvReader(LineReader):
         own_slos = slos.check_slos(where, self._cell(cells, form.slos))
         rate = acceptance_rate.check_rate(where, self._cell(cells, form.acceptance_rate))
         seen = images.check_images(where, images.parse_images, self._cell(cells, form.images), prompt)
-        told = (output_hashes, priority, calls, own_slos, rate, seen)
+        lora = adapters.check_name(where, self._cell(cells, form.lora))
+        told = (output_hashes, priority, calls, own_slos, rate, seen, lora)
         return Row(time, stamp, prompt, output, session, hashes, block, *told)
 
     @staticmethod

@@ -6,7 +6,7 @@ from itertools import repeat
 from pathlib import Path
 from typing import NamedTuple
 
-from traces import acceptance_rate, images, slos
+from traces import acceptance_rate, adapters, images, slos
 from traces.fields import Where
 from traces.hash_ids import check_hashes, check_output_hashes, hashes_fit, output_hashes_fit
 from traces.rows import Columns, LineReader, ReadOptions, Row
@@ -117,8 +117,9 @@ class JsonlReader(LineReader):
         shown = [images.images_of(row.get(images.FIELD) or []) for row in rows] if images.FIELD in text else []
         if not all(map(images.images_fit, shown, prompts)):
             raise ValueError("images")
+        loras = [adapters.name_of(row.get(adapters.FIELD)) for row in rows] if adapters.FIELD in text else []
         values = (prompts, outputs, sessions, hashes, blocks, output_hashes, priorities, calls, own_slos, rates, shown)
-        return Columns(list(map(float, times)), *values)
+        return Columns(list(map(float, times)), *values, loras)
 
     def _fit(self, prompt: int, hashes: tuple[int, ...]) -> bool:
         # Bailian hashes what its cache saw, which may be less than the prompt (images, system text): never more.
@@ -160,5 +161,6 @@ class JsonlReader(LineReader):
         rate = acceptance_rate.check_rate(where, row.get(acceptance_rate.FIELD))
         remedy = "write [[OFFSET, TOKENS, ID], ...], places counted from 0"
         seen = images.check_images(where, images.images_of, row.get(images.FIELD) or [], prompt, remedy)
-        told = (output_hashes, priority, calls, own_slos, rate, seen)
+        lora = adapters.check_name(where, row.get(adapters.FIELD))
+        told = (output_hashes, priority, calls, own_slos, rate, seen, lora)
         return Row(time, shown, prompt, output, session, hashes, block, *told)

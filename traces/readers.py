@@ -3,14 +3,14 @@
 Formats and how they are told apart (by the header's columns or the first object's keys, never by the file's name):
 
     kvtwin         arrival_s,prompt_tokens,output_tokens[,session_id,hash_ids,hash_block_tokens,
-                   output_hash_ids,priority,tool_calls,slos,acceptance_rate,images]                   (s, our own)
+                   output_hash_ids,priority,tool_calls,slos,acceptance_rate,images,lora]              (s, our own)
     azure          TIMESTAMP,[NumImages,]ContextTokens,GeneratedTokens                                (date stamps)
     burstgpt       Timestamp,[Session ID,Elapsed time,]Model,Request tokens,Response tokens,...       (s)
     vidur          arrived_at,num_prefill_tokens,num_decode_tokens; vidur-lengths has no times        (s)
     splitwise      ...,arrival_timestamp,...,prompt_size,token_size                                   (s)
     mooncake       {"timestamp", "input_length", "output_length", "hash_ids"} a line, and our own
-                   "output_hash_ids", "priority", "tool_calls", "slos", "acceptance_rate" and
-                   "images" where it has them                                                        (ms)
+                   "output_hash_ids", "priority", "tool_calls", "slos", "acceptance_rate", "images"
+                   and "lora" where it has them                                                      (ms)
     bailian        the same with "chat_id" and "parent_chat_id" a line                                (s)
     vllm-custom    {"prompt", "output_tokens"} a line                                                 (no times)
     sharegpt       [{"conversations": [{"value"}, {"value"}]}]                                        (no times)
@@ -30,6 +30,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import cast
 
+from traces.adapters import apart
 from traces.csv_reader import CSV_FORMATS, CsvReader, split_header
 from traces.errors import TraceError
 from traces.fields import Where
@@ -66,6 +67,8 @@ class Trace:
         self.format = name
         self.options = options
         self.skipped = 0  # rows left out by the latest iteration so far, on request or by the format's rule
+        self.names_adapters = False  # whether a request that was read so far has an adapter
+        self.adapters_apart = False  # whether prompts of unlike adapters are to have unlike `hash_ids`, as their KV is
 
     def __repr__(self) -> str:
         return f"Trace({str(self.path)!r}, format={self.format!r})"
@@ -94,6 +97,14 @@ class Trace:
         reader, count = self._reader(), 0
         for columns in reader.columns():
             self.skipped = reader.skipped
+            if any(columns.loras):
+                self.names_adapters = True
+                if self.adapters_apart:
+                    hashes, output_hashes = columns.hashes, columns.output_hashes
+                    columns = columns._replace(
+                        hashes=list(map(apart, columns.loras, hashes)),
+                        output_hashes=list(map(apart, columns.loras, output_hashes)),
+                    )
             yield _requests(columns, count)
             count += len(columns.times)
         self.skipped = reader.skipped

@@ -36,7 +36,8 @@ class Request(NamedTuple):
     none. A lower `priority` is more urgent, as in vLLM. `calls` are in order, each after more output tokens than
     the one before, and none after the last token. `slos` are its own; None: it has those of `--goodput`.
     `acceptance_rate` is the chance that a token drafted for it is accepted where those before it are; None: the
-    policy's. `images` are in order and apart, and among the tokens of the prompt.
+    policy's. `images` are in order and apart, and among the tokens of the prompt. `lora` is the name of its adapter;
+    empty: none.
     """
 
     request_id: int
@@ -52,6 +53,7 @@ class Request(NamedTuple):
     slos: SLOs | None = None
     acceptance_rate: float | None = None
     images: tuple[Image, ...] = ()
+    lora: str = ""
 
     @property
     def most_tokens(self) -> int:

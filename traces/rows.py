@@ -66,6 +66,7 @@ class Columns(NamedTuple):
     slos: Sequence[SLOs | None] = ()
     acceptance_rates: Sequence[float | None] = ()
     images: Sequence[tuple[Image, ...]] = ()
+    loras: Sequence[str] = ()
 
 
 class Row(NamedTuple):
@@ -84,6 +85,7 @@ class Row(NamedTuple):
     slos: SLOs | None = None
     acceptance_rate: float | None = None
     images: tuple[Image, ...] = ()
+    lora: str = ""
 
 
 def plainly_right(columns: Columns, previous: float, ordered: bool) -> bool:

@@ -10,15 +10,15 @@ from itertools import islice
 from pathlib import Path
 from typing import TextIO, cast
 
-from traces import acceptance_rate, images, slos
+from traces import acceptance_rate, adapters, images, slos
 from traces.errors import TraceError
 from traces.request import Request
 from traces.tool_calls import FIELD, write_calls
 
 PLAIN = ("arrival_s", "prompt_tokens", "output_tokens")
 FULL = (*PLAIN, "session_id", "hash_ids", "hash_block_tokens", "output_hash_ids", "priority")
-LATER = (FIELD, slos.FIELD, acceptance_rate.FIELD, images.FIELD)
-"""Columns that few traces have: a row that needs one has those before it, too."""
+LATER = (FIELD, slos.FIELD, acceptance_rate.FIELD, images.FIELD, adapters.FIELD)
+"""Columns that few traces have, `Request`'s last fields: a row that needs one has those before it, too."""
 COLUMNS = (PLAIN, FULL, *((*FULL, *LATER[: i + 1]) for i in range(len(LATER))))
 _EMPTY = (",,,0,,0", *([","] * len(LATER)))
 """What a row has in the columns that the next of `COLUMNS` has more."""
@@ -124,14 +124,9 @@ def _write_csv(requests: Iterable[Request], file: TextIO) -> int:
 
 def _level(request: Request) -> int:
     """Which of `COLUMNS` a request needs."""
-    if request.images:
-        return 5
-    if request.acceptance_rate is not None:
-        return 4
-    if request.slos is not None:
-        return 3
-    if request.calls:
-        return 2
+    for count in range(len(LATER), 0, -1):
+        if request[count - len(LATER) - 1] not in ((), None, ""):
+            return count + 1
     return int(bool(request.session_id or request.hash_ids or request.output_hash_ids or request.priority))
 
 
@@ -151,15 +146,15 @@ def _widen(file: TextIO, level: int) -> None:
 def _write_rows(requests: Iterable[Request], file: TextIO, num_columns: int) -> None:
     writer = csv.writer(file, lineterminator="\n")
     for request in requests:
-        _, arrival_s, prompt, output, session, hashes, block, output_hashes, priority, calls, own_slos, rate, _ = (
-            request
-        )
-        if "\n" in session or "\r" in session:
-            raise TraceError(f"request {request.request_id}: session_id {session!r} holds a line break; rename it")
+        _, arrival_s, prompt, output, session, hashes, block, output_hashes, priority = request[:9]
+        calls, own_slos, rate, seen, lora = request[9:]
+        for field, name in (("session_id", session), (adapters.FIELD, lora)):
+            if "\n" in name or "\r" in name:
+                raise TraceError(f"request {request.request_id}: {field} {name!r} holds a line break; rename it")
         names, output_names = (" ".join(map(str, ids)) for ids in (hashes, output_hashes))
         row = (repr(arrival_s), prompt, output, session, names, block, output_names, priority, write_calls(calls))
         told = ("" if own_slos is None else str(own_slos), "" if rate is None else repr(rate))
-        writer.writerow((*row, *told, images.write_images(request.images))[:num_columns])
+        writer.writerow((*row, *told, images.write_images(seen), lora)[:num_columns])
 
 
 def _write_jsonl(requests: Iterable[Request], file: TextIO) -> int:
@@ -190,5 +185,7 @@ def _write_jsonl(requests: Iterable[Request], file: TextIO) -> int:
             row[acceptance_rate.FIELD] = request.acceptance_rate
         if request.images:
             row[images.FIELD] = request.images
+        if request.lora:
+            row[adapters.FIELD] = request.lora
         file.write(json.dumps(row) + "\n")
     return count

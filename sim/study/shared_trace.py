@@ -15,7 +15,7 @@ from traces.request import Request
 BLOCK = 4096
 PLAIN = ("arrival_s", "prompt_tokens", "output_tokens", "session_id", "hash_block_tokens", "priority")
 IDS = ("hash_ids", "output_hash_ids")
-FEW = ("calls", "slos", "acceptance_rate", "images")
+FEW = ("calls", "slos", "acceptance_rate", "images", "lora")
 """Fields of a request that are numbers or words, those that are lists of ids, and those of which a trace has few unlike
 values."""
 
@@ -40,6 +40,11 @@ class SharedTrace:
     columns: dict[str, NDArray]
     ids: dict[str, tuple[NDArray, NDArray[np.int64]]]
     few: dict[str, tuple[tuple[object, ...], NDArray[np.int64]]]
+
+    @property
+    def names_adapters(self) -> bool:
+        """Whether a request has an adapter."""
+        return "lora" in self.few
 
     @staticmethod
     def read(scenario: Scenario) -> "SharedTrace":

@@ -21,7 +21,7 @@ ROWS = st.lists(
         st.floats(0, 1e6), st.integers(1, 10**6), st.integers(1, 10**6), st.text(max_size=3), IDS,
         st.integers(0, 512), IDS, st.integers(-5, 5), st.sampled_from([(), (ToolCall(1, 0.5, 3),)]),
         st.sampled_from([None, SLOs(ttft_s=0.5)]), st.none() | st.floats(0, 1),
-        st.sampled_from([(), (Image(0, 1, 2**65),)]),
+        st.sampled_from([(), (Image(0, 1, 2**65),)]), st.sampled_from(["", "sql"]),
     ),
     max_size=20,
 )  # fmt: skip

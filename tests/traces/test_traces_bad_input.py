@@ -72,6 +72,7 @@ BAD_ROWS = [
     (then('"slos": 500'), 2, ["slos 500", "not text"]),
     (OWN_SLOS.replace("slos", "acceptance_rate") + "0.0,33,40,70\n", 2, ["acceptance_rate '70'", "0 and 1", "as 0.7"]),
     (then('"acceptance_rate": true'), 2, ["acceptance_rate True", "not a number"]),
+    (then('"lora": ["sql"]'), 2, ["lora ['sql']", "not the name of an adapter", "sql-7b"]),
     (NAMED + "0.0,33,40,,16,,1.5\n", 2, ["priority", "'1.5'", "fraction", "whole number"]),
     (then('"priority": true'), 2, ["priority True", "not a number"]),
     (CALLS + "0,33,40,1:2,,,\n", 2, ["tool_calls '1:2'", "not a list of tool calls", "40:1.5:32;90:0.3:8"]),

@@ -123,3 +123,22 @@ def test_list_and_fetch(capsys):
 def test_windows_are_checked(trace, tmp_path, text):
     with pytest.raises(TraceError, match="window"):
         kvtwin("convert", trace, "-o", tmp_path / "o.csv", f"--window={text}")
+
+
+def test_adapters_are_drawn_by_rank_and_seed(tmp_path: Path) -> None:
+    """Zipf's law: of four adapters the first has 12 of 25 requests; the same seed draws the same."""
+    source, paths = tmp_path / "t.csv", [tmp_path / name for name in ("one.csv", "again.csv", "other.csv")]
+    source.write_text("arrival_s,prompt_tokens,output_tokens\n" + "0,1,1\n" * 5000)
+    for path, seed in zip(paths, "001", strict=True):
+        assert kvtwin("convert", source, "--loras", 4, "--lora-skew", 1, "--seed", seed, "-o", path) == 0
+    one, again, other = (path.read_text() for path in paths)
+    assert one == again != other
+    assert {request.lora for request in open_trace(paths[0])} == {f"lora-{rank}" for rank in range(1, 5)}
+    assert one.count("lora-1") == pytest.approx(5000 * 12 / 25, abs=4 * (5000 * 12 * 13 / 625) ** 0.5)
+
+
+@pytest.mark.parametrize("words", [("--loras", 0), ("--loras", 2, "--lora-skew", -1), ("--loras", 2, "--lora-skew", 9)])
+def test_adapters_that_cannot_be_drawn_are_refused(tmp_path: Path, words: tuple[object, ...]) -> None:
+    with pytest.raises(TraceError, match="lora"):
+        kvtwin("generate", "fixed", "--num-prompts", 2, "--request-rate", 1, *words, "-o", tmp_path / "o.csv")
+    assert not any(tmp_path.iterdir())

@@ -341,3 +341,21 @@ def test_a_time_beyond_reason_is_refused(tmp_path):
     path = write(tmp_path, "t.csv", "arrival_s,prompt_tokens,output_tokens\n0,10,2\n1e300,20,3\n")
     with pytest.raises(TraceError, match=r"arrival_s reaches 1e\+300 s, more than 1e\+12; is `--time-unit` missing"):
         list(open_trace(path))
+
+
+def test_prompts_of_unlike_adapters_share_no_blocks(tmp_path: Path) -> None:
+    """KV depends on the adapter; a trace names blocks by what their text is."""
+    path = tmp_path / "t.csv"
+    rows = ["sql", "sql", "", "sql_v2"]
+    path.write_text(
+        "arrival_s,prompt_tokens,output_tokens,hash_ids,hash_block_tokens,lora\n"
+        + "".join(f"{time},33,2,1 2 3,16,{name}\n" for time, name in enumerate(rows))
+    )
+    plain, apart = list(open_trace(path)), open_trace(path)
+    apart.adapters_apart = True
+    assert [request.lora for request in plain] == rows
+    assert {request.hash_ids for request in plain} == {(1, 2, 3)}
+    first, second, without, other = (request.hash_ids for request in apart)
+    assert first == second and without == (1, 2, 3)
+    assert len({*first, *without, *other}) == 9
+    assert apart.names_adapters

@@ -45,7 +45,8 @@ def requests(draw):
         for gap, tokens, ident in draw(gaps):
             images.append(Image(end + gap, tokens, ident))
             end += gap + tokens
-        stream.append(row._replace(images=tuple(images) if end <= prompt else ()))
+        row = row._replace(images=tuple(images) if end <= prompt else ())
+        stream.append(row._replace(lora=draw(names).strip()))
     return stream
 
 
@@ -79,6 +80,7 @@ def test_mooncakes_jsonl_reads_back(tmp_path):
     more.append(Request(5, 2.0, 5, 5, acceptance_rate=0.7))
     more.append(Request(6, 2.0, 5, 5, calls=(ToolCall(1, 0.5, 0), ToolCall(4, 0.0, 3))))
     more.append(Request(7, 2.0, 50, 5, images=(Image(0, 40, 7), Image(40, 10, -8))))
+    more.append(Request(8, 2.0, 5, 5, lora="sql_v2"))
     write_trace(more, path)
     assert list(open_trace(path)) == more
 
