@@ -8,8 +8,9 @@ from typing import Protocol
 from sim.clock.arrivals import Arrivals
 from sim.clock.tokeniser import Tokeniser
 from sim.options.scenario import READING, Scenario
+from sim.parts.batching.lora_options import LoraOptions
 from sim.run.prepare import Setup
-from sim.systems.builder import STORED
+from sim.systems.builder import STORED, options_among
 from traces import readers, transforms
 from traces.hash_ids import prefixes
 from traces.request import Request
@@ -43,6 +44,11 @@ class ReadTrace(Protocol):
         """Rows that its reader left out so far."""
         ...
 
+    @property
+    def names_adapters(self) -> bool:
+        """Whether a request that was read so far has an adapter."""
+        ...
+
     def __iter__(self) -> Iterator[Request]:
         """The requests from the first."""
         ...
@@ -52,12 +58,18 @@ def open_trace(scenario: Scenario) -> readers.Trace:
     """The scenario's trace, to be read with its options."""
     reading = {name: value for name in READING if (value := getattr(scenario, name)) is not None}
     needs_times = scenario.request_rate is None and scenario.max_concurrency is None
-    return readers.open_trace(scenario.trace or "", format=scenario.trace_format, needs_times=needs_times, **reading)
+    trace = readers.open_trace(scenario.trace or "", format=scenario.trace_format, needs_times=needs_times, **reading)
+    trace.adapters_apart = True
+    return trace
 
 
 def requests_of(setup: Setup, trace: ReadTrace | None = None) -> Iterable[Request]:
     """The requests of a run, whose warnings get what should be known of them. `trace`: the scenario's, read already."""
+    if trace is None and setup.scenario.trace is not None:
+        trace = open_trace(setup.scenario)
     requests = traffic(setup.scenario, setup.warnings, trace)
+    if trace is not None:
+        requests = chain(requests, _on_adapters(trace, setup))
     if not setup.limits.enable_prefix_caching and setup.policy.names["memory"] != STORED:
         requests = note_shared_prefixes(requests, setup.warnings)
     return requests
@@ -134,6 +146,19 @@ def _left_out(trace: ReadTrace, warnings: list[str]) -> Iterator[Request]:
     if trace.skipped:
         reason = SKIPPED.get(trace.format, "--zero-tokens drop")
         warnings.append(f"{trace.skipped:,} rows of {trace.path} left out ({reason})")
+    yield from ()
+
+
+def _on_adapters(trace: ReadTrace, setup: Setup) -> Iterator[Request]:
+    """No request: at the end of a trace this says what became of the adapters that it names."""
+    enabled = options_among((setup.policy, *setup.policy.mixed_options), LoraOptions).enable_lora
+    if trace.names_adapters and not enabled:
+        setup.warnings.append(
+            "requests name adapters (lora): their cached prompts are apart, and that is all; --enable-lora of vllm-v1 "
+            "says how many run at once (--max-loras) and takes their memory"
+        )
+    elif enabled and not trace.names_adapters:
+        setup.warnings.append("--enable-lora: no request names an adapter (lora); their memory is taken all the same")
     yield from ()
 
 

@@ -279,6 +279,7 @@ OTHER_WORDS |= {"schedule_policy": "fcfs", "load_s_per_block": "0.001", "store_s
 OTHER_WORDS |= {"tool_kv": "swap", "hicache_write_policy": "write_back"}
 OTHER_WORDS |= {"radix_eviction_policy": "lfu", "retraction_policy": "priority"}
 OTHER_WORDS |= {"ttft_slo_ms": "900", "tpot_slo_ms": "45"}
+OTHER_WORDS["max_lora_rank"] = "32"
 OTHER_WORDS |= {"spec_method": "draft_model", "spec_tokens": "2", "spec_model": "llama-2-7b", "acceptance_rate": "0.5"}
 OTHER_WORDS |= {"tool_ttl_s": "3.5", "late": "refuse", "replacement": "pgdsf"}
 ALONE = {"async_scheduling", "predictor_accuracy", "ignore_eos", "disable_radix_cache", "enable_hierarchical_cache"}

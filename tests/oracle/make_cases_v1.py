@@ -65,6 +65,15 @@ STATES_AHEAD = (23, 38, 94, 172, 275, 288, 321, 330)
 SPECULATIVE = (2, 5, 1057, 1060, 1064, 1074, 1079, 1090, 1098, 1106, 1126, 1152, 1165, 1179)
 """Where tokens are drafted, in files `...-spec`."""
 
+LORAS = (1, 12, 21, 37)
+"""With adapters, in files `...-lora`, of which half are scheduled ahead."""
+
+LORAS_SPECULATIVE = (21, 22)
+"""The same where tokens are drafted, in files `...-lora-spec`."""
+
+LORAS_OFFLOADED = (11, 38)
+"""And with the OffloadingConnector, in files `...-lora-offload`, of which half are scheduled ahead."""
+
 BLOCK = 16
 TICK = 1 / 64
 COSTS = (
@@ -186,6 +195,18 @@ class Workload:
             acceptance_seed=dice.randrange(1000),
         )
 
+    def lora_options(self, options: Options) -> Options:
+        """The same where one to three adapters run at once, perhaps scheduled ahead."""
+        dice = self.dice
+        ahead = options.async_scheduling or (not options.spec_method and dice.random() < 0.5)
+        return replace(options, max_loras=dice.choice([1, 1, 2, 3]), async_scheduling=ahead)
+
+    def lora_rows(self) -> list[Row]:
+        """Rows of which some or all have one of a few adapters."""
+        dice = self.dice
+        without, most = dice.choice([0.0, 0.2, 0.7]), dice.choice([1, 2, 3, 5, 9])
+        return [row._replace(lora=0 if dice.random() < without else dice.randint(1, most)) for row in self.rows()]
+
     def rows(self) -> list[Row]:
         """The requests, by arrival."""
         rows, now = [], 0.0
@@ -283,7 +304,7 @@ class Workload:
 
 Kind = Literal[
     "", "-async", "-offload", "-offload-async", "-storage", "-storage-async", "-window", "-window-async", "-state",
-    "-state-async", "-spec",
+    "-state-async", "-spec", "-lora", "-lora-spec", "-lora-offload",
 ]  # fmt: skip
 
 
@@ -291,7 +312,12 @@ def make(seed: int, folder: Path, kind: Kind = "") -> str:
     """Ask vLLM about one seed and store the answer; what to say of it."""
     workload = Workload(seed)
     try:
-        if kind.startswith("-offload"):
+        if kind.startswith("-lora"):
+            kinds = {"-lora": workload.options, "-lora-spec": workload.spec_options}
+            options = workload.lora_options(kinds.get(kind, workload.offload_options)())
+            rows = workload.lora_rows()
+            answer = ask_offloading(rows, options) if isinstance(options, OffloadOptions) else ask(rows, options)
+        elif kind.startswith("-offload"):
             offloading, rows = workload.offload_options(), workload.rows()
             answer = ask_offloading(rows, replace(offloading, async_scheduling=kind == "-offload-async"))
         elif kind.startswith("-storage"):
@@ -330,6 +356,9 @@ def main() -> None:
         "-state": STATES,
         "-state-async": STATES_AHEAD,
         "-spec": SPECULATIVE,
+        "-lora": LORAS,
+        "-lora-spec": LORAS_SPECULATIVE,
+        "-lora-offload": LORAS_OFFLOADED,
     }
     folder = CASES
     if sys.argv[1:]:

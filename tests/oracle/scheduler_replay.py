@@ -83,7 +83,7 @@ def requests_of(rows: Iterable[Any], facts: EngineFacts) -> list[Request]:
     """
     taken = [row for row in rows if row[1] < facts.max_model_len]
     found = []
-    for number, (arrival_s, prompt, output, ids, output_ids, priority) in enumerate(taken):
+    for number, (arrival_s, prompt, output, ids, output_ids, priority, *_) in enumerate(taken):
         own = tuple(FIRST_OWN_ID + (number << 16) + i for i in range(-(-prompt // BLOCK)))
         whole = tuple(ids) + own[len(ids) :]
         after = tuple(output_ids) if len(ids) == len(whole) else ()

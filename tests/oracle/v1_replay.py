@@ -19,6 +19,7 @@ from sim.kv.tiers.connector import OffloadingConnector
 from sim.kv.tiers.drive import Drive
 from sim.parts.batching.unified import Unified
 from sim.systems.vllm_v1 import VllmV1
+from traces.adapters import apart
 from traces.readers import open_trace
 from traces.request import Request
 
@@ -79,8 +80,7 @@ class Lines(DecisionLog):
 def requests_of(answer: dict, folder: Path) -> list[Request]:
     """The answer's workload: in the answer itself, or the file that it names."""
     if "workload" in answer:
-        rows = enumerate(answer["workload"])
-        return [Request(i, *row[:3], "", tuple(row[3]), 16, tuple(row[4]), row[5]) for i, row in rows]
+        return [request_of(i, *row) for i, row in enumerate(answer["workload"])]
     requests = list(open_trace(folder / answer["args"]["trace"]))
     if not answer["args"]["private_outputs"]:
         return requests
@@ -88,6 +88,16 @@ def requests_of(answer: dict, folder: Path) -> list[Request]:
         request._replace(hash_ids=request.hash_ids[: request.prompt_tokens // 16], output_hash_ids=())
         for request in requests
     ]
+
+
+def request_of(
+    number: int, arrival_s: float, prompt_tokens: int, output_tokens: int, ids: list[int], output_ids: list[int],
+    priority: int, lora: int = 0,
+) -> Request:  # fmt: skip
+    """A row of a workload, as a trace's reader makes it."""
+    name = f"adapter {lora}" if lora else ""
+    named = (apart(name, tuple(ids)), 16, apart(name, tuple(output_ids)))
+    return Request(number, arrival_s, prompt_tokens, output_tokens, "", *named, priority, lora=name)
 
 
 def hand_over_first(connector: OffloadingConnector, request_id: int) -> None:
@@ -111,6 +121,8 @@ def replay(answer: dict, folder: Path, *, jump: bool, checked: bool = False, end
         options |= {name: args[name] for name in OFFLOADING}
     if args.get("storage"):
         options["storage_space"] = inf
+    if args.get("max_loras"):
+        options |= {"enable_lora": True, "max_loras": args["max_loras"]}
     if args.get("spec_method"):
         options |= {"spec_method": args["spec_method"], "spec_tokens": args["spec_tokens"], "acceptance_rate": 0.0}
         options["spec_model"] = "llama-2-7b" if args["spec_method"] == "draft_model" else None

@@ -55,12 +55,14 @@ from vllm import SamplingParams  # noqa: E402
 from vllm.config import (  # noqa: E402
     CacheConfig,
     DeviceConfig,
+    LoRAConfig,
     ModelConfig,
     ParallelConfig,
     SchedulerConfig,
     SpeculativeConfig,
     VllmConfig,
 )
+from vllm.lora.request import LoRARequest  # noqa: E402
 from vllm.utils.hashing import get_hash_fn_by_name  # noqa: E402
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash  # noqa: E402
 from vllm.v1.kv_cache_interface import (  # noqa: E402
@@ -113,6 +115,7 @@ class Row(NamedTuple):
     hash_ids: Sequence[int] = ()
     output_hash_ids: Sequence[int] = ()
     priority: int = 0
+    lora: int = 0
 
 
 @dataclass(frozen=True)
@@ -123,6 +126,7 @@ class Options:
     all; blocks are those of one group. With `num_state` there are as many groups of layers that keep a state, before
     the others; `exports_states` says that kernels write one out amid a chunk. With a `spec_method` so many tokens are
     drafted after each step that samples; `acceptance` are the chances that one is accepted where those before it are.
+    With `max_loras` so many adapters run at once; a row's `lora` is its adapter's number, 0 none.
     """
 
     blocks: int
@@ -146,6 +150,7 @@ class Options:
     spec_tokens: int = 0
     acceptance: tuple[float, ...] = ()
     acceptance_seed: int = 0
+    max_loras: int = 0
     cost: tuple[float, ...] = (0.005, 4e-5, 2e-9, 0.02, 2e-5, 6e-7)
 
 
@@ -202,6 +207,7 @@ def make_scheduler(options: Options, connector: Any = None) -> tuple[Any, Any]:
         scheduler_config=scheduler_config,
         cache_config=cache,
         device_config=DeviceConfig(device="cpu"),
+        lora_config=LoRAConfig(max_loras=options.max_loras) if options.max_loras else None,
         kv_transfer_config=connector,
     )
     shape = {"block_size": BLOCK, "num_kv_heads": 1, "head_size": 1, "dtype": torch.float16}
@@ -292,6 +298,7 @@ class Oracle:
                 arrival_time=row.arrival_s,
                 priority=row.priority,
                 sampling_params=SamplingParams(max_tokens=row.output_tokens, ignore_eos=True),
+                lora_request=LoRARequest(f"adapter {row.lora}", row.lora, "/") if row.lora else None,
                 block_hasher=self.hasher,
             )
             self.scheduler.add_request(request)

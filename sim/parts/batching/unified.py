@@ -39,12 +39,17 @@ class Unified(Running):
             kind = class_at("sim.parts.batching.unified_speculative:UnifiedSpeculative")
         elif b.offloading.offloads:
             kind = class_at("sim.parts.batching.unified_offloading:UnifiedOffloading")
+        slots: dict[str, int] = {}
+        if options.enable_lora:
+            kind = class_at(f"sim.parts.batching.unified_adapters:{kind.__name__}Adapters")
+            slots["max_loras"] = options.max_loras
         return kind(
             long_prefill_threshold=options.long_prefill_token_threshold,
             adaptive=options.long_prefill_token_threshold_adaptive,
             watermark=options.watermark,
             reserve_whole_prompt=options.scheduler_reserve_full_isl,
             schedules_ahead=b.policy.schedules_ahead,
+            **slots,
         )
 
     def refusal(self, seq: Sequence) -> str | None:

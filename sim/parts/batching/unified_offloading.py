@@ -161,6 +161,8 @@ class UnifiedOffloading(Unified):
                 seq.num_computed = num_computed
             elif seq.num_computed < self.kv_holding[seq]:
                 continue
+            if self._is_beyond(seq):
+                continue
             chunk = min(seq.num_tokens - seq.num_computed, longest, budget)
             tokens = seq.num_computed + chunk
             wanted = memory.blocks_missing(seq, seq.num_tokens if self.reserve_whole_prompt else tokens)
@@ -178,6 +180,10 @@ class UnifiedOffloading(Unified):
                 memory.take_chunk(seq, tokens)
             self._run(plan, seq, chunk, now_s, decodes=decodes)
         return budget
+
+    def _is_beyond(self, seq: Sequence) -> bool:
+        """Whether `seq`, which has loaded, has an adapter that has no slot."""
+        return False
 
     @property
     def _keep_free(self) -> int:

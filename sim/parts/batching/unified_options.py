@@ -5,11 +5,12 @@ from math import inf
 from typing import Literal
 
 from sim.parts.batching.async_scheduling import AsyncScheduling
+from sim.parts.batching.lora_options import LoraOptions
 from sim.parts.options import Only, vllm_option
 
 
 @dataclass(frozen=True)
-class VllmV1Options(AsyncScheduling):
+class VllmV1Options(LoraOptions, AsyncScheduling):
     """`SchedulerConfig` of vLLM 0.33, as far as it decides."""
 
     scheduling_policy: Literal["fcfs", "priority"] = vllm_option(
