@@ -14,10 +14,12 @@ from sim.errors import UserError
 from sim.kv.offload_options import OffloadOptions
 from sim.options.scenario import Scenario
 from sim.options.values import flag
+from sim.parts.batching.lora_options import LoraOptions
 from sim.parts.catalogue import MEMORIES, STAGES
 from sim.parts.options import Conditional, conditional_options
 from sim.parts.stage.hand_over_options import MixedPoolOptions
 from sim.results.goodput import Goodput
+from sim.specs.adapters import adapter_bytes
 from sim.specs.expert_layout import ExpertLayout
 from sim.specs.hardware import HardwareSpec, load_hardware
 from sim.specs.kv_format import KVGroups, hybrid_groups, kv_dtype, like_groups
@@ -381,7 +383,7 @@ def _limits(
         groups=groups,
         pipeline_parallel_size=pp,
         experts=experts,
-        draft_weight_bytes=draft_weights,
+        further_weight_bytes=draft_weights + _adapter_bytes(policy, model, scenario.tp, warnings),
         draft_kv_bytes_per_token=draft_kv,
         engine=memory,
     )
@@ -413,6 +415,21 @@ def _drafting_bytes(policy: Policy, model: ModelSpec, tp: int) -> tuple[float, f
     from sim.parts.stage.speculative_options import SpeculativeOptions  # noqa: PLC0415
 
     return drafting_bytes(options_among((policy, *policy.mixed_options), SpeculativeOptions), model, tp)
+
+
+def _adapter_bytes(policy: Policy, model: ModelSpec, tp: int, warnings: list[str]) -> float:
+    """On each GPU, of slots for adapters; `warnings` get what is not simulated of these."""
+    options = options_among((policy, *policy.mixed_options), LoraOptions)
+    if not options.enable_lora:
+        return 0.0
+    warnings.append("--enable-lora: adapters' own products and what loads them have no price: times are the model's")
+    slot_bytes = adapter_bytes(model, tp, options.max_lora_rank)
+    if slot_bytes is None:
+        warnings.append(
+            f"--enable-lora: how much memory vLLM takes for adapters of {model.name} is not known, and none is taken; "
+            "give --num-gpu-blocks-override as vLLM logs it"
+        )
+    return options.max_loras * (slot_bytes or 0.0)
 
 
 def default_swap_space_gib(scenario: Scenario, policy: Policy, hardware: HardwareSpec) -> float:

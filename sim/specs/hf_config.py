@@ -163,6 +163,7 @@ def _spec(fields: Fields, family: Family, quantization: Quantization, name: str)
         kv_layers=kv_layers,
         quantization=quantization.format,
         kv_dequantize_ops=DEQUANTIZE_OPS if kv_bytes < plain else 0.0,
+        adapted=family.adapted,
     )
     if kind == "opt":
         _check_opt(fields, hidden)

@@ -21,6 +21,7 @@ class Family(msgspec.Struct, frozen=True):
         expert_bias: biases on the projections of routed experts.
         gdn: layers that are not full attention keep the state of Gated DeltaNet.
         indexer: latent attention to the tokens that an indexer chooses.
+        adapted: what vLLM 0.33 gives adapters beside, as `ModelSpec.adapted` has it.
     """
 
     qkv_bias: bool | Literal["config"] = "config"
@@ -39,25 +40,25 @@ class Family(msgspec.Struct, frozen=True):
     expert_bias: bool = False
     gdn: bool = False
     indexer: bool = False
+    adapted: Literal["", "projections", "all"] = ""
 
 
-QWEN3 = Family(qk_norm="head", sliding_by_default=False)
+QWEN3 = Family(qk_norm="head", sliding_by_default=False, adapted="all")
 QWEN3_MOE = Family(qk_norm="head", moe="fine", sliding_by_default=False)
 QWEN3_5 = Family(qk_norm="head", moe="fine", shared_gate=True, sliding_by_default=False, gdn=True)
-NO_BIAS = Family(qkv_bias=False, output_bias=False)
 FAMILIES: dict[str, Family] = {
-    "llama": Family(),
-    "mistral": NO_BIAS,
+    "llama": Family(adapted="all"),
+    "mistral": Family(qkv_bias=False, output_bias=False, adapted="projections"),
     "mixtral": Family(qkv_bias=False, output_bias=False, moe="mixtral"),
-    "phi3": NO_BIAS,
-    "gemma": Family(),
-    "gemma2": Family(window_pattern=2, norms=4),
-    "gemma3_text": Family(window_pattern=6, norms=4, qk_norm="head"),
-    "opt": Family(qkv_bias=True, output_bias=True, layer_norm=True, gated_mlp=False),
-    "internlm": Family(),
+    "phi3": Family(qkv_bias=False, output_bias=False),
+    "gemma": Family(adapted="projections"),
+    "gemma2": Family(window_pattern=2, norms=4, adapted="projections"),
+    "gemma3_text": Family(window_pattern=6, norms=4, qk_norm="head", adapted="projections"),
+    "opt": Family(qkv_bias=True, output_bias=True, layer_norm=True, gated_mlp=False, adapted="projections"),
+    "internlm": Family(adapted="all"),
     "internlm2": Family(),
     "bloom": Family(qkv_bias=True, output_bias=True, layer_norm=True, gated_mlp=False),
-    "qwen2": Family(qkv_bias=True, output_bias=False, sliding_by_default=False),
+    "qwen2": Family(qkv_bias=True, output_bias=False, sliding_by_default=False, adapted="projections"),
     "qwen2_moe": Family(qkv_bias=True, output_bias=False, moe="fine", shared_gate=True, sliding_by_default=False),
     "qwen3": QWEN3,
     "qwen3_moe": QWEN3_MOE,

@@ -139,7 +139,7 @@ def kv_cache_blocks(
     groups: KVGroups | None = None,
     pipeline_parallel_size: int = 1,
     experts: ExpertLayout | None = None,
-    draft_weight_bytes: float = 0.0,
+    further_weight_bytes: float = 0.0,
     draft_kv_bytes_per_token: float = 0.0,
     engine: EngineMemory = OLDER,
 ) -> PoolSize:
@@ -158,8 +158,8 @@ def kv_cache_blocks(
         groups: of layers that a block serves apart; a whole block has one block for each. None: all layers in one.
         pipeline_parallel_size: groups, the stages of a pipeline (vLLM: --pipeline-parallel-size).
         experts: which GPUs share the routed experts; None: those of the group.
-        draft_weight_bytes: on each GPU, of what drafts tokens.
-        draft_kv_bytes_per_token: on each GPU, of its KV, which the same blocks hold.
+        further_weight_bytes: on each GPU, of what drafts tokens and of adapters.
+        draft_kv_bytes_per_token: on each GPU, of the KV of what drafts, which the same blocks hold.
         engine: what the engine takes beside.
 
     Raises:
@@ -188,7 +188,7 @@ def kv_cache_blocks(
     whole = model.weight_bytes(tensor_parallel_size, experts.gpus if experts else None)
     kept = mxfp4_bytes(model, hardware, experts or ExpertLayout(tensor_parallel_size), engine)
     weights = (whole + kept) / pipeline_parallel_size
-    peak += weights - whole + draft_weight_bytes
+    peak += weights - whole + further_weight_bytes
     # A seat has its sequence's last tokens, whatever its blocks hold.
     peak += max_num_seqs * model.kv_residual_bytes(tensor_parallel_size) / pipeline_parallel_size
     usable = gpu_memory_utilization * hardware.memory_bytes

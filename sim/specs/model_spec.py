@@ -4,7 +4,7 @@ Notation of the roofline: L layers, h hidden, n_q/n_kv query/KV heads of d eleme
 Sources: grouped-query attention (Ainslie et al. 2023), multi-head latent attention (DeepSeek-V2, 2024, sec. 2.1).
 """
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -86,7 +86,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     Bytes per weight are averages over layers, scales of quantisation included: `dtype_bytes` for whatever is never
     quantised (embeddings, head, norms, router), the other three for the projections of attention, of the dense MLP
-    and of the experts. Vision towers, multi-token-prediction heads and adapters are not counted.
+    and of the experts. Vision towers and multi-token-prediction heads are not counted; for adapters see
+    `sim.specs.adapters`.
     """
 
     name: str
@@ -127,6 +128,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Vector operations that make a half-precision element of a stored one."""
     kv_residual_tokens: int = 0
     """Last tokens of a sequence whose KV is not quantised."""
+    adapted: Literal["", "projections", "all"] = ""
+    """What vLLM gives adapters beside: projections alone, embeddings and head as well; empty: not known."""
 
     def with_dtype(self, dtype_bytes: float) -> "ModelSpec":
         """The same model with weights, activations and KV cache of `dtype_bytes`; what is quantised stays so."""
