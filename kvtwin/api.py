@@ -29,7 +29,7 @@ from sim.results.comparison_sentences import engine_sentences, sentences
 from sim.results.metrics import ENGINE_COLUMNS, TABLE_COLUMNS
 from sim.results.report import METRICS, metric_values
 from sim.results.result import RESULT_FILE, assemble, read_result
-from sim.results.saved_tables import read_requests, read_series
+from sim.results.saved_tables import read_request_table, read_series
 from sim.results.schema import Result
 from sim.run.folders import settle
 from sim.run.prepare import prepare, with_one_swap_space
@@ -223,7 +223,7 @@ def load_result(folder: str | Path) -> RunResult:
     settle(folder)
     path = folder if folder.name == RESULT_FILE else folder / RESULT_FILE
     result, folder = read_result(path), path.parent
-    return RunResult(result, read_requests(folder), read_series(folder))
+    return RunResult(result, read_request_table(folder), read_series(folder))
 
 
 class _Rows(list[tuple[object, ...]]):

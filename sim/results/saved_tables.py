@@ -10,7 +10,7 @@ from sim.results.metrics import TABLE_COLUMNS
 from sim.results.result import SERIES_FILE
 
 
-def read_requests(folder: Path) -> pd.DataFrame:
+def read_request_table(folder: Path) -> pd.DataFrame:
     """The per-request table. UserError where there is none, or a file that is none."""
     path = folder / "requests.parquet"
     if not path.is_file():

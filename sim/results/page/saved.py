@@ -15,7 +15,7 @@ from sim.results.comparison_sentences import all_sentences
 from sim.results.figures.data import FigureRun
 from sim.results.report import metric_values
 from sim.results.result import RESULT_FILE, read_result
-from sim.results.saved_tables import read_requests, read_series
+from sim.results.saved_tables import read_request_table, read_series
 from sim.results.schema import Bounds, Comparison
 from sim.results.sections import ResolvedScenario
 from sim.results.tails import Tail, tail_of
@@ -151,4 +151,4 @@ def _told_apart(runs: list[tuple[Path, FigureRun]]) -> list[FigureRun]:
 def read_run(folder: Path) -> FigureRun:
     """A run as the figures need it."""
     result = read_result(folder / RESULT_FILE)
-    return FigureRun.of_tables(result, read_requests(folder), read_series(folder))
+    return FigureRun.of_tables(result, read_request_table(folder), read_series(folder))
