@@ -288,11 +288,11 @@ class Memory(Part):
         """`fits` for one whose KV comes from another engine: all of it is sent, whatever could be hit."""
         return self.gpu.free - self.blocks_for(seq) >= keep_free * self.unit
 
-    def receive(self, seq: Sequence) -> int:
-        """Take the blocks for the KV of a sequence that `fits_received` and whose last token is yet to be fed; returns
-        how many of them have to come from the other engine."""
-        blocks = seq.num_blocks = -(-(seq.num_tokens - 1) // self.block_size)
-        self.gpu.allocate(self.blocks_holding(seq.num_tokens - 1))
+    def receive(self, seq: Sequence, num_tokens: int) -> int:
+        """Take the blocks for the KV of the first tokens of a sequence that `fits_received`; returns how many of them
+        have to come from the other engine."""
+        blocks = seq.num_blocks = -(-num_tokens // self.block_size)
+        self.gpu.allocate(self.blocks_holding(num_tokens))
         self.scheduler.changes.append(make_place((seq, ALL_LAYERS, blocks, 0)))
         return blocks
 

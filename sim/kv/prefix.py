@@ -163,9 +163,9 @@ class PrefixMemory(PagedMemory):
     def fits_received(self, seq: Sequence, keep_free: int) -> bool:
         return self.fits(seq, keep_free)
 
-    def receive(self, seq: Sequence) -> int:
+    def receive(self, seq: Sequence, num_tokens: int) -> int:
         # What is cached here is not sent.
-        match, blocks = self._published_match(seq), -(-(seq.num_tokens - 1) // self.block_size)
+        match, blocks = self._published_match(seq), -(-num_tokens // self.block_size)
         self._hold(seq, match, blocks)
         self.scheduler.counters.policy["unsent_blocks"] += match.num_blocks
         return blocks - match.num_blocks

@@ -495,7 +495,7 @@ def ask(rows: Sequence[Row], options: Options) -> dict[str, Any]:
     return Oracle(rows, options).run()
 
 
-def write_answer(answer: dict[str, Any], path: Path) -> int:
+def write_answer(answer: Any, path: Path) -> int:
     """Write an answer, the same bytes for the same answer; return the size of the file."""
     data = json.dumps(answer, separators=(",", ":")).encode()
     return path.write_bytes(gzip.compress(data, compresslevel=9, mtime=0))

@@ -44,6 +44,8 @@ class Nixl(HandOver):
         copy.num_tokens -= 1
         copy.num_generated -= 1
         copy.first_token_s = copy.last_token_s = -1.0
+        # Until all of it is there nothing of it can be hit.
+        copy.num_computed, copy.prefilling = 0, True
         return copy
 
 
@@ -65,7 +67,13 @@ class NixlPull(Pull):
             seq.num_computed = seq.num_tokens - 1
             if self.scheduler.batching.resume(seq) is not None:
                 break
+            # The last token's KV came, too.
+            self.memory.publish(seq, seq.num_tokens)
             self.landed.popleft()
+
+    def _sent_tokens(self, seq: Sequence) -> int:
+        # The whole prompt's, though its last token is computed again.
+        return seq.num_tokens
 
     def _few_wait(self) -> bool:
         return self.scheduler.num_seated < self.max_num_seqs

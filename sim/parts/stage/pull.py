@@ -91,6 +91,10 @@ class Pull(Stage):
         waiting = sum(seq.num_blocks for seq in chain(self.coming, self.landed))
         return waiting * self.memory.unit < self.waiting_share * self.memory.gpu.num_blocks
 
+    def _sent_tokens(self, seq: Sequence) -> int:
+        """Those whose KV comes: the last one is yet to be fed."""
+        return seq.num_tokens - 1
+
     def _holds_back(self) -> bool:
         """Whether a sequence is to come back before another is pulled."""
         return bool(self.scheduler.order.waiting) or self.scheduler.eviction.num_out > 0
@@ -98,7 +102,7 @@ class Pull(Stage):
     def _pull(self, seq: Sequence) -> None:
         scheduler, memory, blocks = self.scheduler, self.memory, 0
         if memory.ever_fits(seq, scheduler.admission.keep_free):
-            blocks = memory.receive(seq)
+            blocks = memory.receive(seq, self._sent_tokens(seq))
             self.coming[seq] = None
         else:
             # Nothing is copied; the other engine is told to let go.

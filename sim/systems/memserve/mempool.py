@@ -46,9 +46,9 @@ class MemPool(PrefixMemory, ReturnsKV):
     def holders(self) -> Iterable[tuple[Sequence, Tier]]:
         return ((seq, Tier.GPU) for seq in self._returning)
 
-    def receive(self, seq: Sequence) -> int:
+    def receive(self, seq: Sequence, num_tokens: int) -> int:
         self._received.add(seq)
-        return super().receive(seq)
+        return super().receive(seq, num_tokens)
 
     # -- what was generated --------------------------------------------------------------------------------------------
 
