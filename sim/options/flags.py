@@ -9,15 +9,13 @@ from typing import Any, Literal, get_args, get_origin
 from sim.errors import UserError
 from sim.files import out_folder
 from sim.options.policies import (
-    PREEMPTION_MODES,
     PolicyOption,
     has_option,
     options_of,
     owned_option,
     parse_policy,
-    with_preemption_mode,
 )
-from sim.options.scenario import PREEMPTION_MODE, Outputs, Scenario, build_options, build_scenario
+from sim.options.scenario import Outputs, Scenario, build_options, build_scenario
 from sim.options.scenario_file import read_scenario
 from sim.options.values import base_type, convert, flag, option_fields
 from sim.systems import DEFAULT_POLICY, POLICIES, read_systems
@@ -39,7 +37,7 @@ MOST_NEEDED = (
 def add_flags(parser: Any, without: Collection[str] = ()) -> None:  # noqa: ANN401 - the command line's own parser
     """Add a flag for every field of a scenario, and `--out`, but those `without`, and every option of the policies."""
     parser.needed = MOST_NEEDED
-    parser.rare = {f.name for owner in (Outputs, Scenario) for f, _ in option_fields(owner)} | {PREEMPTION_MODE}
+    parser.rare = {f.name for owner in (Outputs, Scenario) for f, _ in option_fields(owner)}
     if "scenario" not in without:
         text = "TOML file with these options; flags override it"
         parser.add_argument("--scenario", type=Path, metavar="FILE", help=text)
@@ -60,10 +58,6 @@ def add_flags(parser: Any, without: Collection[str] = ()) -> None:  # noqa: ANN4
             action = _add_flag(parser, f.name, hint, text, f.metadata["metavar"], f.metadata["alias"])
             if f.name in BUILT_IN:
                 parser.later(partial(_name_built_in, action=action), ("-h", "--help"))
-    modes = " or ".join(PREEMPTION_MODES)
-    parser.add_argument(
-        flag(PREEMPTION_MODE), metavar="MODE", help=f"{modes}: what vLLM 0.5.5 does with victims, as its preset has it"
-    )
     # A policy's flags are added, and the policy imported, when one of them is given or help asked for.
     _add_policy_flags(parser, DEFAULT_POLICY)
     for name in POLICIES:
@@ -195,8 +189,6 @@ def read_options(
     texts: tuple[str, ...] = tuple(values.get("policy") or ())
     if not texts:
         raise UserError(f"--policy is missing; known: {', '.join(POLICIES)}")
-    if (mode := values.pop(PREEMPTION_MODE, None)) is not None:
-        texts = tuple(with_preemption_mode(text, mode) for text in texts)
     policies = [parse_policy(text, values) for text in texts]
     plain = {f.name for owner in (Scenario, Outputs) for f, _ in option_fields(owner)}
     for name in values.keys() - plain:

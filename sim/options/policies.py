@@ -83,23 +83,6 @@ def all_policy_options() -> dict[str, PolicyOption]:
     return found
 
 
-PREEMPTION_MODES = {"recompute": "vllm-recompute", "swap": "vllm-swap"}
-"""vLLM 0.5.5's `--preemption-mode` and the presets that it chooses between."""
-
-
-def with_preemption_mode(text: str, mode: str) -> str:
-    """A policy's text with the preset of vLLM 0.5.5 that `mode` names; UserError for other systems and modes."""
-    name, colon, words = text.partition(":")
-    if mode not in PREEMPTION_MODES:
-        raise UserError(f"--preemption-mode: {mode!r} is not {' or '.join(PREEMPTION_MODES)}")
-    if name not in PREEMPTION_MODES.values():
-        raise UserError(
-            f"--preemption-mode {mode}: an option of vLLM 0.5.5, and the policy is {name}; leave it out, or give "
-            f"--policy {PREEMPTION_MODES[mode]}"
-        )
-    return f"{PREEMPTION_MODES[mode]}{colon}{words}"
-
-
 def parse_policy(text: str, given: Mapping[str, Any]) -> tuple[str, Policy]:
     """A policy from its text, with those of the options `given` by full name that are its own.
 

@@ -286,8 +286,6 @@ class Scenario:
 
 ALIASES = {alias: f.name for f in fields(Scenario) if (alias := f.metadata["alias"])}
 """Other names of options, and their own."""
-PREEMPTION_MODE = "preemption_mode"
-"""vLLM 0.5.5's option, which chooses between two of its presets."""
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing import Any
 from sim.errors import UserError
 from sim.files import read_text, write_atomically
 from sim.options.policies import all_policy_options, owned_option
-from sim.options.scenario import ALIASES, PREEMPTION_MODE, Outputs, Scenario
+from sim.options.scenario import ALIASES, Outputs, Scenario
 from sim.options.values import convert, flag, option_fields
 
 ASKED_FILE = "scenario.toml"
@@ -88,4 +88,4 @@ def _toml(value: Any) -> str:  # noqa: ANN401
 def scenario_keys() -> Mapping[str, Any]:
     """Every key of a scenario file and its type, but for the policies' options (`owned_option`)."""
     keys: dict[str, Any] = {f.name: hint for owner in (Outputs, Scenario) for f, hint in option_fields(owner)}
-    return keys | {"policy": tuple[str, ...], "out": str, PREEMPTION_MODE: str}
+    return keys | {"policy": tuple[str, ...], "out": str}

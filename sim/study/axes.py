@@ -29,7 +29,7 @@ from msgspec import Struct
 
 from sim.errors import UserError
 from sim.options.policies import has_option, owned_option
-from sim.options.scenario import PREEMPTION_MODE, Outputs, Scenario
+from sim.options.scenario import Outputs, Scenario
 from sim.options.scenario_file import option_named, scenario_values
 from sim.options.values import base_type, convert, option_fields
 
@@ -150,7 +150,7 @@ def _owned(study: Study) -> None:
     texts = {str(policy) for policy in study.values("policy")} | set(study.fixed.get("policy", ()))
     names = {text.partition(":")[0] for text in texts if text} or {"vllm-v1"}
     for name in (*study.fixed, *study.axes):
-        option = None if name in ("policy", PREEMPTION_MODE) or name.startswith(PROFILE) else owned_option(name)
+        option = None if name == "policy" or name.startswith(PROFILE) else owned_option(name)
         if option is not None and not any(has_option(policy, option) for policy in names):
             shown = name.replace("_", "-")
             raise UserError(f"{study.where}: {shown!r} is an option of {option.policy}, which no point runs")

@@ -18,8 +18,8 @@ from msgspec import Struct
 from sim.clock.instance import Observer
 from sim.engine.plan import IterationPlan, StepTimes
 from sim.errors import InvariantError, UserError
-from sim.options.policies import PREEMPTION_MODES, parse_policy, with_preemption_mode
-from sim.options.scenario import PREEMPTION_MODE, build_scenario
+from sim.options.policies import parse_policy
+from sim.options.scenario import build_scenario
 from sim.options.values import flag
 from sim.results.result import PER_REQUEST, assemble, result_data
 from sim.run.prepare import Setup, prepare
@@ -96,17 +96,13 @@ class _MissedError(Exception):
 def policy_of(options: Mapping[str, Any]) -> tuple[str, Policy]:
     """The policy of a run, and its label. UserError where there is none such."""
     texts = options.get("policy", DEFAULT_POLICY)
-    text = texts if isinstance(texts, str) else texts[0]
-    if (mode := options.get(PREEMPTION_MODE)) is not None and text in PREEMPTION_MODES.values():
-        text = with_preemption_mode(text, mode)
-    return parse_policy(text, options)
+    return parse_policy(texts if isinstance(texts, str) else texts[0], options)
 
 
 def setup_of(options: Mapping[str, Any]) -> Setup:
     """What the options of a run resolve to. UserError where they are bad."""
     label, policy = policy_of(options)
-    values = {name: value for name, value in options.items() if name not in ("policy", PREEMPTION_MODE)}
-    return prepare(build_scenario(values), label, policy)
+    return prepare(build_scenario({name: value for name, value in options.items() if name != "policy"}), label, policy)
 
 
 @cache

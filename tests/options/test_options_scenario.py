@@ -457,22 +457,6 @@ def test_options_may_be_called_as_vllm_calls_them(tmp_path, capsys):
     assert "--tp: 0 is not greater than 0" in refusal(capsys, tmp_path, "--tensor-parallel-size", "0")
 
 
-@pytest.mark.parametrize("asked", ["vllm-recompute", "vllm-swap"])
-@pytest.mark.parametrize("mode", ["recompute", "swap"])
-def test_preemption_mode_chooses_between_the_presets_of_vllm_055(tmp_path, asked, mode):
-    found = run(tmp_path / "out", BASE | {"policy": asked, "preemption-mode": mode})
-    assert (found["policy"], found["scenario"]["policy_parts"]["eviction"]) == (f"vllm-{mode}", mode)
-
-
-def test_preemption_mode_is_refused_where_it_does_not_apply(tmp_path, capsys):
-    for policy, mode, words in (
-        ("vllm-v1", "swap", "--preemption-mode swap: an option of vLLM 0.5.5, and the policy is vllm-v1; leave it out"),
-        ("sarathi", "recompute", "the policy is sarathi"),
-        ("vllm-swap", "offload", "--preemption-mode: 'offload' is not recompute or swap"),
-    ):
-        assert words in refusal(capsys, tmp_path, "--policy", policy, "--preemption-mode", mode)
-
-
 def test_nvfp4_has_four_and_a_half_bits_a_weight_and_a_rate_of_its_own(tmp_path):
     """The head keeps 16 bits. Of an H100, which has no such products, the run says that it does not know them."""
     model = BASE | {"model": "llama-3.1-8b", "gpu": "b200"}

@@ -13,7 +13,7 @@ from typing import get_args
 from pinned import Answers, Table, rounded
 
 from sim.errors import UserError
-from sim.options.policies import options_of, parse_policy, with_preemption_mode
+from sim.options.policies import options_of, parse_policy
 from sim.options.scenario import Scenario, build_scenario
 from sim.options.values import base_type, option_fields
 from sim.run.prepare import Setup, prepare, with_one_swap_space
@@ -89,12 +89,8 @@ BESIDE: dict[str, dict[str, object]] = {
 
 
 def of_texts(name: str) -> Answers:
-    """Policies as they are written, and what a preemption mode makes of them."""
-    modes = ("vllm-swap:order=mlfq", "recompute"), ("vllm-recompute", "swap"), ("orca", "swap"), ("vllm-swap", "x")
-    return {
-        "texts": [f"{text!r}: {attempt(parse_policy, text, {'layerkv_threshold': '0.25'})!r}" for text in TEXTS],
-        "modes": [f"{text} {mode}: {attempt(with_preemption_mode, text, mode)}" for text, mode in modes],
-    }
+    """Policies as they are written."""
+    return {"texts": [f"{text!r}: {attempt(parse_policy, text, {'layerkv_threshold': '0.25'})!r}" for text in TEXTS]}
 
 
 def of_scenarios(label: str) -> Answers:
