@@ -1,24 +1,28 @@
 """`LinearPrice`: what an iteration takes at least, as a linear function of what is in it. `step_prices` has several.
 
-The roofline is convex in what it counts, so each of its tangents lies below it: with (c^p + m^p)^(1/p) >= a c + b m
-wherever a^q + b^q <= 1, 1/p + 1/q = 1. Many tangents together come as near as one likes; any mix of them is valid, too.
-Where products have measured factors, each tangent is scaled to stay below them. What a decode iteration costs however
-small it is (weights, launches, host) is `fixed_s`; how it is shared is for the reader to say.
+What an iteration's layers take depends on its tokens alone, whatever they are of. Of a slope, the highest straight line
+below that is b N + min over n of (f(n) - b n), whatever f is; several slopes come near f wherever it bends, and any mix
+of their prices is valid, too. What a decode iteration costs however small it is (weights, launches, host) is `fixed_s`;
+how it is shared is for the reader to say.
 """
 
-from itertools import pairwise, product
-from math import cos, inf, pi, sin
+from collections.abc import Callable, Sequence
+from itertools import product
+from math import inf
 from typing import NamedTuple
 
+import numpy as np
+
 from sim.cost.forms import LinearCost, PaperCost
-from sim.cost.model import CostModel, ridge
+from sim.cost.model import CostModel
 from sim.cost.roofline import RooflineCost
 from sim.cost.table import TableCost
 from sim.engine.plan import IterationPlan
 
-LINEAR_TANGENTS = 13
-HEAD_TANGENTS = 4
-EXPERT_TANGENTS = 5
+MOST_TOKENS, MOST_SAMPLED = 8192, 2048
+"""Beyond these what layers, and LM head and sampler, take is convex."""
+BENDS, HEAD_BENDS = tuple(round(2 ** (k / 2)) for k in range(6, 23)), (64, 256, 1024)
+"""From each to twice as many a line's slope is measured."""
 
 
 class LinearPrice(NamedTuple):
@@ -63,7 +67,7 @@ def step_prices(cost: CostModel, block_size: int, num_blocks: int) -> list[Linea
         return [_linear(cost)]
     if not isinstance(cost, RooflineCost):
         return []
-    prices = _tangents(cost)
+    prices = _roofline(cost)
     return prices + _beside_prompts(cost, prices, block_size, num_blocks)
 
 
@@ -82,7 +86,7 @@ def _linear(cost: LinearCost) -> LinearPrice:
     return LinearPrice(token_s, sequence_s, cost.d1 + sequence_s, context_s, 0.0, cost.d2 * window, fixed_s)
 
 
-def _tangents(cost: RooflineCost) -> list[LinearPrice]:
+def _roofline(cost: RooflineCost) -> list[LinearPrice]:
     base_s, sequence_s = _host(cost)
     found = []
     # Padding that not all decodes pay is left out.
@@ -91,36 +95,23 @@ def _tangents(cost: RooflineCost) -> list[LinearPrice]:
         # Beside a prompt tiles are computed while KV is read: the longer counts, and the shorter is always due.
         tile_s = cost.tile_tokens * cost.attention_s_per_pair
         context_s, padding_s = min(context_s, tile_s), min(padding_s, tile_s * cost.tile_padding_tokens)
-    linear, head = tangents(cost.linear_exponent, LINEAR_TANGENTS), tangents(cost.exponent, HEAD_TANGENTS)
-    if cost.factor_points:
-        shares = [_share_below(cost, *tangent) for tangent in linear]
-        linear = [(share * c, share * m) for share, (c, m) in zip(shares, linear, strict=True)]
-    experts = [(0.0, 0.0)]
-    if cost.expert_layers:
-        # At p = 1 they are all the same.
-        experts = sorted(set(tangents(cost.expert_exponent, EXPERT_TANGENTS)))
-    for (linear_c, linear_m), (head_c, head_m), (expert_c, expert_m), growing, (reduce_s, reduced_s) in product(
-        linear, head, experts, (0.0, 1.0), cost.least_all_reduces()
+    # Beyond the last of the measured factors it stays.
+    most = max([MOST_TOKENS, *(int(tokens) for tokens, _ in cost.factor_points)])
+    layers, head = lines_below(cost.linear_s, most, BENDS), lines_below(cost.head_s, MOST_SAMPLED, HEAD_BENDS)
+    for (layers_s, token_s), (head_s, sample_s), (reduce_s, reduced_s) in product(
+        layers, head, cost.least_all_reduces()
     ):
-        elementwise_s = growing * cost.elementwise_s_per_token
-        token_s = linear_c * cost.linear_s_per_token + linear_m * cost.activations_s_per_token + elementwise_s
-        token_s += cost.added_s_per_token + expert_c * cost.expert_s_per_token + cost.expert_activation_s_per_token
-        # Of the experts, what one token meets.
-        weights_s = cost.linear_weights_s - cost.routed_weights_s * cost.idle_share
-        fixed_s = expert_m * cost.expert_weights_s * (1.0 - cost.idle_share) + cost.expert_least_s
-        fixed_s += linear_m * weights_s + (1.0 - growing) * cost.elementwise_least_s + cost.overhead_s + base_s
-        fixed_s += head_m * cost.head_weights_s + reduce_s
+        fixed_s = layers_s + head_s + reduce_s + cost.overhead_s + base_s
         state_s = state_token_s = 0.0
         if cost.delta_net:
             state_s, state_token_s = cost.delta_net.decode_s_per_sequence, cost.delta_net.least_s_per_token
             fixed_s += cost.delta_net.decode_launch_s
-        head_s = head_c * cost.head_s_per_sample + head_m * cost.logits_s_per_sample + cost.sampling_s_per_sample
         found.append(
             LinearPrice(
                 # Layers that see a prompt's last token only may see none of these.
                 token_s * (1.0 - cost.last_token_share) + reduced_s + state_token_s,
                 sequence_s,
-                token_s + reduced_s + head_s + padding_s + sequence_s + state_s,
+                token_s + reduced_s + sample_s + padding_s + sequence_s + state_s,
                 context_s,
                 max(0.0, context_s - cost.unread_s_per_token),
                 cost.window_s_per_token,
@@ -130,39 +121,10 @@ def _tangents(cost: RooflineCost) -> list[LinearPrice]:
     return found
 
 
-def _share_below(cost: RooflineCost, compute: float, memory: float) -> float:
-    """Share of a tangent of the ridge that the products' price, its factors included, never falls below.
-
-    Ridge over tangent falls up to where they touch, and rises after. Factors lie between those of the points about.
-    """
-    p, sizes, factors = cost.linear_exponent, *zip(*cost.factor_points, strict=True)
-    if not 1.0 < p < inf:
-        # Its tangents are never above such a ridge.
-        return min(factors)
-    touch = inf
-    if memory > 0.0:
-        ratio = (compute / memory) ** (1.0 / (p - 1.0))
-        slope = cost.linear_s_per_token - ratio * cost.activations_s_per_token
-        touch = ratio * cost.linear_weights_s / slope if slope > 0.0 else inf
-
-    def over(tokens: float) -> float:
-        if tokens == inf:
-            return 1.0
-        compute_s = tokens * cost.linear_s_per_token
-        memory_s = cost.linear_weights_s + tokens * cost.activations_s_per_token
-        return ridge(compute_s, memory_s, p) / (compute * compute_s + memory * memory_s)
-
-    ends, known = [1.0, *sizes, inf], [factors[0], *factors, factors[-1]]
-    return min(
-        min(pair) * over(min(max(touch, low), high))
-        for (low, high), pair in zip(pairwise(ends), pairwise(known), strict=True)
-    )
-
-
 def _beside_prompts(
     cost: RooflineCost, prices: list[LinearPrice], block_size: int, num_blocks: int
 ) -> list[LinearPrice]:
-    """Prices with one tangent for prompts' tokens and another for the rest, where decodes beside a prompt cost more.
+    """Prices with one line for prompts' tokens and another for the rest, where decodes beside a prompt cost more.
 
     One kernel for both computes a tile of rows for each decode, which takes `tile_s` a token of its context longer than
     the price says. An iteration without prompts takes at least price a; with prompts it takes b and the tiles. Let the
@@ -184,15 +146,17 @@ def _beside_prompts(
     return found
 
 
-def tangents(exponent: float, count: int) -> list[tuple[float, float]]:
-    """(a, b) with ridge(c, m) >= a c + b m for all c, m >= 0: `count` slopes from memory alone to computing alone."""
-    if exponent == inf:
-        return [(i / (count - 1), 1 - i / (count - 1)) for i in range(count)]
-    found = []
-    for i in range(count):
-        angle = pi / 2 * i / (count - 1)
-        x, y = max(0.0, sin(angle)), max(0.0, cos(angle))
-        # The gradient of the ridge along the ray c : m = x : y.
-        length = (x**exponent + y**exponent) ** (1.0 / exponent)
-        found.append(((x / length) ** (exponent - 1.0), (y / length) ** (exponent - 1.0)))
-    return found
+def lines_below(seconds: Callable[[int], float], most: int, bends: Sequence[int]) -> list[tuple[float, float]]:
+    """Straight lines that `seconds` of 1, 2, ... tokens never go below: s in all and for each token, none negative.
+
+    Up to `most` tokens it may bend as it likes; beyond, it has to be convex. `bends` end below half of `most`.
+    """
+    tokens = np.arange(1, most + 1)
+    values = np.array([seconds(count) for count in tokens.tolist()])
+    # No line is steeper than what comes beyond `most`.
+    last = float(values[-1] - values[-2])
+    rises = [float(values[2 * bend - 1] - values[bend - 1]) / bend for bend in bends]
+    slopes = sorted({min(max(0.0, rise), last) for rise in [0.0, *rises, last]})
+    lines = [(float((values - slope * tokens).min()), slope) for slope in slopes]
+    through_zero = 0.0, min(last, float((values / tokens).min()))
+    return [through_zero, *(line for line in lines if line[0] > 0.0)]

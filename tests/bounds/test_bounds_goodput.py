@@ -13,12 +13,11 @@ from kvtwin.testing import conformance, limits, linear_machine, requests, simula
 from kvtwin.testing.engines import roofline_machine
 from sim.bounds.first_tokens import STEPS, most_in_time
 from sim.bounds.goodput import GoodputBound, certified, goodput_bound, least_within
-from sim.bounds.step_price import LinearPrice, step_prices, tangents
+from sim.bounds.step_price import LinearPrice, lines_below, step_prices
 from sim.bounds.work import least_work
 from sim.cost.engine_profile import load_engine_profile
 from sim.cost.forms import LinearCost
 from sim.cost.host import Host
-from sim.cost.model import ridge
 from sim.engine.plan import IterationPlan, Origin
 from sim.engine.sequence import Sequence, Status
 from sim.results.goodput import Goodput
@@ -179,22 +178,26 @@ def test_least_within_is_the_minimum(seed, size):
 # -- prices ------------------------------------------------------------------------------------------------------------
 
 
-seconds = st.just(0.0) | st.floats(1e-6, 10.0)
+@given(st.lists(st.floats(0.0, 1.0), min_size=8, max_size=8), st.floats(0.0, 1.0))
+def test_lines_lie_below_whatever_bends(rises, more):
+    """Seconds of 8 tokens that rise as they like, and from there on by `more` beyond the last rise."""
+    values = np.cumsum([0.5, *rises[1:]])
+
+    def seconds(tokens):
+        return values[tokens - 1] if tokens <= 8 else values[-1] + (tokens - 8) * (rises[-1] + more)
+
+    for fixed, slope in lines_below(seconds, 8, (1, 2, 3)):
+        assert fixed >= 0.0 <= slope
+        assert all(fixed + slope * tokens <= seconds(tokens) + 1e-9 for tokens in (*range(1, 20), 10**6))
 
 
-@given(st.floats(1.0, 20.0), seconds, seconds)
-def test_tangents_lie_below_the_ridge(exponent, compute_s, memory_s):
-    if not compute_s and not memory_s:
-        return
-    for a, b in tangents(exponent, 9):
-        assert a * compute_s + b * memory_s <= ridge(compute_s, memory_s, exponent) * (1 + 1e-9)
+def test_lines_by_hand():
+    """1.5 s for a token and half a second for each more: flat, as it rises, and through zero no steeper than that.
 
-
-def test_tangents_by_hand():
-    """The longer alone: lines between the two corners; all of both at once: the gradient where both are equal."""
-    assert tangents(np.inf, 3) == [(0.0, 1.0), (0.5, 0.5), (1.0, 0.0)]
-    (_, (a, b), _) = tangents(2.0, 3)
-    assert (a, b) == pytest.approx((2**-0.5, 2**-0.5))
+    Where four tokens take what one does, and each more a second, the line of the last rise starts below zero.
+    """
+    assert lines_below(lambda tokens: 1.0 + 0.5 * tokens, 8, (1, 4)) == [(0.0, 0.5), (1.5, 0.0), (1.0, 0.5)]
+    assert lines_below(lambda tokens: max(1.0, tokens - 3.0), 8, (1, 4)) == [(0.0, 0.25), (1.0, 0.0)]
 
 
 MACHINES = {
