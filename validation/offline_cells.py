@@ -140,7 +140,8 @@ def chosen(requests: list[Request], setup: Setup, slo: Goodput, share_of_time: f
     """Requests to serve, were `share_of_time` of the engine's time put to use."""
     limits, cost = setup.limits, setup.cost
     work, _ = least_work(requests, limits, cost)
-    prefills, decodes = priced(work, step_prices(cost, limits.block_size, limits.num_gpu_blocks), limits, cost)
+    prices = step_prices(cost, limits.block_size, limits.num_gpu_blocks)
+    prefills, decodes = priced(work, prices, limits, cost, limits.max_num_seqs)
     least_s = (prefills + decodes)[:, (prefills + decodes).sum(axis=0).argmax()]
     arrivals = np.array([request.arrival_s for request in requests])
     first, last = deadlines(arrivals, np.array([request.output_tokens for request in requests]), [slo] * len(requests))

@@ -15,9 +15,10 @@ runs that serve every request that fits. No engine takes whole prompts beyond `m
 in chunks vLLM 0.5.5 does.
 
 A sequence that decodes holds blocks or streams them from the host, and a seat. Where its last token must come soon
-after its first, what it adds to short iterations counts more (`Work.paced_s`); that is so of good requests alone, and
-the duration does not know of it. Not covered: restoring from hidden states, decoding several tokens at a time, and
-tokens that come out of computing again where most of the context is cached.
+after its first, what it adds to short iterations counts more (`Work.paced_s`), and where few others may be served
+beside it, it pays for more of an iteration's fixed time (`seats`). That is so of good requests alone, and the duration
+does not know of it. Not covered: restoring from hidden states, decoding several tokens at a time, and tokens that come
+out of computing again where most of the context is cached.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,7 +30,7 @@ from scipy.sparse import coo_matrix, csr_matrix
 
 from sim.bounds.first_tokens import most_in_time, positive
 from sim.bounds.step_price import step_prices
-from sim.bounds.work import Floats, Ints, least_work, paced, priced
+from sim.bounds.work import Floats, Ints, least_within, least_work, paced, priced, seats
 from sim.cost.model import CostModel
 from sim.engine.limits import Limits
 from traces.request import Request
@@ -70,7 +71,7 @@ def goodput_bound(
     work, may_fail = least_work(requests, limits, cost)
     most_tokens = np.inf if limits.enable_chunked_prefill else limits.max_model_len
     served = np.array([request.prompt_tokens <= most_tokens for request in requests])
-    prefills, decodes = priced(work, prices, limits, cost)
+    prefills, decodes = priced(work, prices, limits, cost, limits.max_num_seqs)
     arrivals = np.array([request.arrival_s for request in requests])
     outputs = np.array([request.output_tokens for request in requests])
     first, last = deadlines(arrivals, outputs, slos)
@@ -84,11 +85,12 @@ def goodput_bound(
     least_s = max(span_s, float((prefills + decodes)[~may_fail].sum(axis=0).max()) / num_engines)
     good = 0.0
     if served.any():
-        # The price by which prompts take longest, whatever is beside them.
+        prefills, decodes = priced(work, prices, limits, cost, seats(work, limits, arrivals, last))
         paced_prefills, paced_decodes = paced(work, prices, limits, decode_spans(outputs, slos))
         all_prefills, all_decodes = np.hstack([prefills, paced_prefills]), np.hstack([decodes, paced_decodes])
         mix = _best_mix(all_prefills, all_decodes, num_engines * max(span_s, allowed_s))
         prefill_s, decode_s = all_prefills @ mix, all_decodes @ mix
+        # The price by which prompts take longest, whatever is beside them.
         prompt_s = prefills[:, prefills[served].sum(axis=0).argmax()] / num_engines
         windows = arrivals[served], first[served], last[served]
         good = _most_good(*windows, prefill_s[served], decode_s[served], prompt_s[served], num_engines)
@@ -183,20 +185,6 @@ def certified(
     prices = np.maximum(0.0, prices)
     paid = prefill_s * least_within(prices, begin, first) + decode_s * least_within(prices, begin, last)
     return float(prices @ lengths) + most(1.0 - paid)
-
-
-def least_within(values: Floats, begin: Ints, end: Ints) -> Floats:
-    """The least of `values[begin]` to `values[end]`, for each pair: of two spans of 2^k that cover it."""
-    tables = [values]
-    while 2 ** len(tables) <= len(values):
-        step = 2 ** (len(tables) - 1)
-        tables.append(np.minimum(tables[-1][:-step], tables[-1][step:]))
-    level = np.log2(end - begin + 1).astype(int)
-    found = np.empty(len(begin))
-    for k, table in enumerate(tables):
-        here = level == k
-        found[here] = np.minimum(table[begin[here]], table[end[here] - 2**k + 1])
-    return found
 
 
 def _solved(begin: Ints, first: Ints, last: Ints, prefill_s: Floats, decode_s: Floats, lengths: Floats) -> Floats:

@@ -40,7 +40,7 @@ class Work(NamedTuple):
         """Least work of the prompts, s."""
         return price.prompt_token_s * self.prompt_tokens + self.attention_s + price.chunk_s
 
-    def decode_s(self, price: LinearPrice, block_share: float, seat_share: float) -> Floats:
+    def decode_s(self, price: LinearPrice, block_share: float, seat_share: float | Floats) -> Floats:
         """Least work of the decodes, s: a block held costs `block_share` of the fixed time, a seat `seat_share`."""
         return (
             (price.decode_s + seat_share * price.fixed_s) * self.decodes
@@ -169,6 +169,40 @@ def _attention_s(cached: Ints, new: Ints, cost: CostModel) -> Floats:
     return cost.attention_s_per_pair / cost.attention_layers * pairs + cost.index_s_per_pair * all_pairs
 
 
+def seats(work: Work, limits: Limits, begin: Floats, end: Floats) -> Floats:
+    """Decodes of good requests in any iteration that each request decodes in, its own included, at most.
+
+    A good request is served from `begin` to `end`, s. Those that decode in an iteration are all served when it ends, so
+    there are no more than these times that overlap then; where the most do, one of them begins.
+
+    `max_num_seqs` where layers keep states: what these add to the fixed time is a decode's alone, and a token may come
+    out of computing a sequence again.
+    """
+    most = np.full(len(begin), float(limits.max_num_seqs))
+    decoding = work.decodes > 0.0
+    if limits.states is not None or not decoding.any():
+        return most
+    begins, ends = np.sort(begin[decoding]), np.sort(end[decoding])
+    overlap = np.searchsorted(begins, begins, side="right") - np.searchsorted(ends, begins, side="left")
+    first, beyond = np.searchsorted(begins, begin[decoding]), np.searchsorted(begins, end[decoding], side="right")
+    most[decoding] = np.minimum(limits.max_num_seqs, -least_within(-overlap.astype(float), first, beyond - 1))
+    return most
+
+
+def least_within(values: Floats, begin: Ints, end: Ints) -> Floats:
+    """The least of `values[begin]` to `values[end]`, for each pair: of two spans of 2^k that cover it."""
+    tables = [values]
+    while 2 ** len(tables) <= len(values):
+        step = 2 ** (len(tables) - 1)
+        tables.append(np.minimum(tables[-1][:-step], tables[-1][step:]))
+    level = np.log2(end - begin + 1).astype(int)
+    found = np.empty(len(begin))
+    for k, table in enumerate(tables):
+        here = level == k
+        found[here] = np.minimum(table[begin[here]], table[end[here] - 2**k + 1])
+    return found
+
+
 def paced(work: Work, prices: list[LinearPrice], limits: Limits, allowed_s: Floats) -> tuple[Floats, Floats]:
     """As `priced`, of requests that have all their tokens within `allowed_s` of the first.
 
@@ -183,8 +217,12 @@ def paced(work: Work, prices: list[LinearPrice], limits: Limits, allowed_s: Floa
     return prefills, decodes
 
 
-def priced(work: Work, prices: list[LinearPrice], limits: Limits, cost: CostModel) -> tuple[Floats, Floats]:
+def priced(
+    work: Work, prices: list[LinearPrice], limits: Limits, cost: CostModel, seats: float | Floats
+) -> tuple[Floats, Floats]:
     """Least prefill and decode seconds, a row a request, a column a price and a way to share its fixed time.
+
+    A decode pays for one of the `seats` that an iteration has at most, or for the blocks that its request holds.
 
     In an iteration the blocks held are at most those of the pool, and those that it streams from the host, which takes
     as long as the link says. With T >= X + F and T >= h (s - B), s blocks, h seconds a block:
@@ -195,7 +233,7 @@ def priced(work: Work, prices: list[LinearPrice], limits: Limits, cost: CostMode
     for price in prices:
         if not price.by_blocks:
             prefills.append(work.prefill_s(price))
-            decodes.append(work.decode_s(price, 0.0, 1.0 / limits.max_num_seqs))
+            decodes.append(work.decode_s(price, 0.0, 1.0 / seats))
         pool_s = per_block_s * limits.num_gpu_blocks
         if work.blocks.any() and pool_s > 0.0:
             weight = pool_s / (price.fixed_s + pool_s)

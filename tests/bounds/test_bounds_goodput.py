@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from kvtwin.testing import conformance, limits, linear_machine, requests, simulate
 from kvtwin.testing.engines import roofline_machine
 from sim.bounds.first_tokens import STEPS, most_in_time
-from sim.bounds.goodput import GoodputBound, certified, goodput_bound, least_within
+from sim.bounds.goodput import GoodputBound, certified, goodput_bound
 from sim.bounds.step_price import LinearPrice, lines_below, step_prices
-from sim.bounds.work import least_work
+from sim.bounds.work import least_within, least_work, seats
 from sim.cost.engine_profile import load_engine_profile
 from sim.cost.forms import LinearCost
 from sim.cost.host import Host
@@ -181,9 +181,9 @@ def test_least_within_is_the_minimum(seed, size):
 @given(st.lists(st.floats(0.0, 1.0), min_size=8, max_size=8), st.floats(0.0, 1.0))
 def test_lines_lie_below_whatever_bends(rises, more):
     """Seconds of 8 tokens that rise as they like, and from there on by `more` beyond the last rise."""
-    values = np.cumsum([0.5, *rises[1:]])
+    values = np.cumsum([0.5, *rises[1:]]).tolist()
 
-    def seconds(tokens):
+    def seconds(tokens: int) -> float:
         return values[tokens - 1] if tokens <= 8 else values[-1] + (tokens - 8) * (rises[-1] + more)
 
     for fixed, slope in lines_below(seconds, 8, (1, 2, 3)):
@@ -241,6 +241,33 @@ def test_no_iteration_is_cheaper_than_its_linear_prices(name, prompts, contexts)
         # As many blocks as are held: all of the fixed time is due; by seats it is without decodes, too.
         fixed_s = 0.0 if contexts or price.by_blocks else price.fixed_s
         assert price.least_s(plan, attention_s) + fixed_s <= (cost.iteration_s(plan) + host_s) * (1 + 1e-9)
+
+
+def test_a_decode_pays_for_the_seats_that_no_request_may_have_beside_it():
+    """Ten iterations of 0.1 s in half a second: half of one by itself is good, and of two at once half of each.
+
+    Were there 256 to share an iteration, all would be.
+    """
+    machine = linear_machine(prefill=(0.1, 0.0, 0.0), decode=(0.1, 0.0, 0.0), swap_s_per_block=1e6)
+    slo = Goodput(ttft_s=0.0, tpot_s=0.04)
+    for arrivals_s, good in (((0.0, 2.05, 4.6), 1.5), ((0.0, 0.0, 4.6), 1.5), ((0.0,) * 256 + (4.6,), 128.5)):
+        bound = bound_of(requests(*((at_s, 10, 11) for at_s in arrivals_s)), limits(gpu=1000), machine, slo)
+        assert bound.good_requests == pytest.approx(good, rel=1e-4)
+
+
+@given(st.lists(st.tuples(st.floats(0.0, 9.0), st.floats(0.0, 5.0), st.integers(1, 3)), min_size=1, max_size=12))
+def test_seats_are_as_many_as_are_served_at_any_time_of_ones_own(rows):
+    arrivals, times, outputs = zip(*rows, strict=True)
+    begin, end = np.array(arrivals), np.array(arrivals) + np.array(times)
+    work, _ = least_work(requests(*((0.0, 10, output) for output in outputs)), limits(), linear_machine().cost)
+    found = seats(work, limits(seqs=8), begin, end)
+    for i, output in enumerate(outputs):
+        served = [
+            sum(n > 1 and a <= now_s <= e for a, e, n in zip(begin, end, outputs, strict=True))
+            for now_s in (*begin, *end)
+            if begin[i] <= now_s <= end[i]
+        ]
+        assert found[i] == (min(8, max(served)) if output > 1 else 8)
 
 
 def test_a_decode_beside_the_weights_costs_more_where_tpot_is_short():
