@@ -369,6 +369,15 @@ def test_no_schedule_of_tiny_requests_is_better(rows, blocks, seats, ttft_s, tpo
     assert goodput <= bound.goodput * (1 + 1e-6)
 
 
+@pytest.mark.parametrize(("arrivals_s", "tokens"), [((0.0, 0.0), 6), ((0.0, 0.5), 5)])
+def test_nor_where_all_are_good_by_sharing_every_iteration(arrivals_s, tokens):
+    """Iterations of 1 s: without time to spare, so that a decode may pay for no more than its share of one."""
+    machine = linear_machine(prefill=(1.0, 0.01, 0.0), decode=(1.0, 0.01, 0.0), swap_s_per_block=1e6)
+    arrivals, slo = requests(*((at_s, 1, tokens) for at_s in arrivals_s)), Goodput(ttft_s=2.1, tpot_s=1.1)
+    good, _ = best_by_search(arrivals, limits(), slo, machine.cost)
+    assert good == len(arrivals) <= bound_of(arrivals, limits(), machine, slo).good_requests + 1e-6
+
+
 @settings(max_examples=40, deadline=None)
 @given(
     st.lists(st.tuples(st.sampled_from([0.0, 0.01, 0.02]), st.integers(5, 40)), min_size=3, max_size=4),
