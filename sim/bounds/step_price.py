@@ -21,7 +21,7 @@ from sim.engine.plan import IterationPlan
 
 MOST_TOKENS, MOST_SAMPLED = 8192, 2048
 """Beyond these what layers, and LM head and sampler, take is convex."""
-BENDS, HEAD_BENDS = tuple(round(2 ** (k / 2)) for k in range(6, 23)), (64, 256, 1024)
+BENDS, HEAD_BENDS = tuple(round(2 ** (k / 3)) for k in range(9, 34)), (64, 256, 1024)
 """From each to twice as many a line's slope is measured."""
 
 
