@@ -20,7 +20,7 @@ from sim.cost.table import TableCost
 from sim.engine.plan import IterationPlan
 
 MOST_TOKENS, MOST_SAMPLED = 8192, 2048
-"""Beyond these what layers, and LM head and sampler, take is convex."""
+"""From one before these on what layers, and LM head and sampler, take is convex."""
 BENDS, HEAD_BENDS = tuple(round(2 ** (k / 3)) for k in range(9, 34)), (64, 256, 1024)
 """From each to twice as many a line's slope is measured."""
 
@@ -95,8 +95,8 @@ def _roofline(cost: RooflineCost) -> list[LinearPrice]:
         # Beside a prompt tiles are computed while KV is read: the longer counts, and the shorter is always due.
         tile_s = cost.tile_tokens * cost.attention_s_per_pair
         context_s, padding_s = min(context_s, tile_s), min(padding_s, tile_s * cost.tile_padding_tokens)
-    # Beyond the last of the measured factors it stays.
-    most = max([MOST_TOKENS, *(int(tokens) for tokens, _ in cost.factor_points)])
+    # From the last of the measured factors on, it stays.
+    most = max([MOST_TOKENS, *(int(tokens) + 1 for tokens, _ in cost.factor_points)])
     layers, head = lines_below(cost.linear_s, most, BENDS), lines_below(cost.head_s, MOST_SAMPLED, HEAD_BENDS)
     for (layers_s, token_s), (head_s, sample_s), (reduce_s, reduced_s) in product(
         layers, head, cost.least_all_reduces()
@@ -149,7 +149,7 @@ def _beside_prompts(
 def lines_below(seconds: Callable[[int], float], most: int, bends: Sequence[int]) -> list[tuple[float, float]]:
     """Straight lines that `seconds` of 1, 2, ... tokens never go below: s in all and for each token, none negative.
 
-    Up to `most` tokens it may bend as it likes; beyond, it has to be convex. `bends` end below half of `most`.
+    Up to `most` tokens it may bend as it likes; from one before on, it has to be convex. Bends: half of them at most.
     """
     tokens = np.arange(1, most + 1)
     values = np.array([seconds(count) for count in tokens.tolist()])
