@@ -33,7 +33,6 @@ from rich.progress import track
 from sim.bounds.goodput import deadlines
 from sim.bounds.step_price import step_prices
 from sim.bounds.work import Floats, least_work, priced
-from sim.engine.scheduler import Scheduler
 from sim.engine.sequence import Sequence
 from sim.parts.catalogue import PLACES, register_part
 from sim.results.goodput import Goodput
@@ -42,9 +41,7 @@ from sim.run.prepare import Setup
 from sim.run.simulate import build_run, execute
 from sim.run.traffic import traffic
 from sim.systems.adaptive.options import AdaptiveOptions
-from sim.systems.adaptive.park import Park
 from sim.systems.adaptive.preset import Adaptive
-from sim.systems.adaptive.prospects import Judged, Prospects
 from sim.systems.adaptive.triage import HOPELESS, KEPT, Outlook, Triage
 from sim.systems.builder import Builder
 from traces.request import Request
@@ -70,51 +67,30 @@ class ChosenOrder(Triage):
         self.chosen = chosen
 
     def class_of(self, seq: Sequence, outlook: Outlook, iteration_s: float) -> int:
-        in_time = seq.request.request_id in self.chosen and self.laxity_s(seq, iteration_s) >= 0.0
+        in_time = seq.request.request_id in self.chosen and self.laxity_s(outlook, iteration_s) >= 0.0
         return KEPT if in_time else HOPELESS
 
-
-class ChosenProspects(Prospects):
-    """The same of sequences with a first token; the one that can wait longest leaves first and returns last."""
-
-    def __init__(self, order: ChosenOrder) -> None:
-        super().__init__(order)
-        self.chosen = np.array(sorted(order.chosen))
-
-    def judged(self, iteration_s: float) -> Judged:
-        found = super().judged(iteration_s)
-        in_time = np.isin(found.number, self.chosen) & (found.laxity_s >= 0.0)
-        return found._replace(kind=np.where(in_time, KEPT, HOPELESS), rank_s=found.laxity_s)
-
-
-class ChosenPark(Park):
-    """`Park` by those prospects."""
-
-    name: ClassVar[str] = "park-chosen"
-
-    def bind(self, scheduler: Scheduler) -> None:
-        super().bind(scheduler)
-        assert isinstance(self.order, ChosenOrder)
-        self.prospects = ChosenProspects(self.order)
+    def rank_s(self, seq: Sequence, outlook: Outlook) -> float:
+        """Of those with a first token the one that can wait longest leaves first and returns last."""
+        return super().rank_s(seq, outlook) if seq.first_token_s < 0.0 else self.laxity_s(outlook, self.iteration_s())
 
 
 @dataclass(frozen=True)
 class Offline(Adaptive):
     """`adaptive` that is told which requests to serve."""
 
-    composition: ClassVar[dict[str, str]] = Adaptive.composition | {"order": "chosen", "eviction": "park-chosen"}
+    composition: ClassVar[dict[str, str]] = Adaptive.composition | {"order": "chosen"}
     chosen: frozenset[int] = frozenset()
 
 
 @contextmanager
 def registered() -> Iterator[None]:
-    """Its parts are known, for as long as it runs."""
+    """Its order is known, for as long as it runs."""
     register_part("order", "chosen", f"{__name__}:ChosenOrder")
-    register_part("eviction", "park-chosen", f"{__name__}:ChosenPark")
     try:
         yield
     finally:
-        del PLACES["order"]["chosen"], PLACES["eviction"]["park-chosen"]
+        del PLACES["order"]["chosen"]
 
 
 def in_time(candidates: list[int], arrivals: Floats, due: Floats, seconds: Floats) -> list[int]:
