@@ -122,20 +122,25 @@ def test_more_load_is_no_fewer_good_requests(seed, prompt, output, tpot_ms, ttft
 
 
 @pytest.mark.parametrize(
-    ("gpu", "prompt", "output", "burstiness", "seed", "slos", "loads", "knee"),
+    ("machine", "prompt", "output", "burstiness", "seed", "slos", "loads", "knee"),
     [
-        ("l20", 1101, 473, 0.5, 1326, (5012.9, 67.4), (1.0, 3.0), 2.7088),
-        ("l40s", 1947, 117, 1.0, 1224, (832.0, 65.0), (2.2, 3.0), 4.4718),
+        (("llama-3.1-8b", "l20"), 1101, 473, 0.5, 1326, (5012.9, 67.4), (1.0, 3.0), 2.7088),
+        (("llama-3.1-8b", "l40s"), 1947, 117, 1.0, 1224, (832.0, 65.0), (2.2, 3.0), 4.4718),
+        (("qwen3-14b", "a100-80g"), 1851, 60, 0.5, 1407, (5963.2, 35.0), (1.0, 2.2), 3.8628),
     ],
-    ids=["parked for prompts where none has time to return", "chance misses of the few that are kept"],
+    ids=[
+        "parked for prompts where none has time to return",
+        "chance misses of the few that are kept",
+        "time for prompts that wait for a seat",
+    ],
 )
-def test_requests_alike_far_past_the_knee(gpu, prompt, output, burstiness, seed, slos, loads, knee):
-    """Cells where three times the knee's load cost 23 and 6 % of the good requests."""
+def test_requests_alike_far_past_the_knee(machine, prompt, output, burstiness, seed, slos, loads, knee):
+    """Cells where a higher load cost 23, 6 and 14 % of the good requests."""
     goodput = (f"ttft:{slos[0]}", f"tpot:{slos[1]}")
     good = []
     for load in loads:
         scenario = Scenario(
-            model="llama-3.1-8b", gpu=gpu, workload="fixed", input_len=prompt, output_len=output, goodput=goodput,
+            model=machine[0], gpu=machine[1], workload="fixed", input_len=prompt, output_len=output, goodput=goodput,
             num_prompts=int(400 * load), request_rate=knee * load, burstiness=burstiness, seed=seed,
         )  # fmt: skip
         run = execute(build_run(prepare(scenario, "adaptive", Adaptive()), traffic(scenario)))

@@ -174,7 +174,7 @@ class Paced(Unified):
 
     def _starting(self, num_tokens: int) -> list[tuple[Sequence, int]]:
         """Those that are kept and have room now, first come first served, and the tokens of each: so many in all."""
-        free, seats = self.paged.gpu.free - self.park.headroom(), self.park.seats()
+        free, seats = self.paged.gpu.free - self.park.headroom(), self.park.seats(alone=True)
         found: list[tuple[Sequence, int]] = []
         for seq in self.triage.kept():
             self.paged.look_up(seq, is_next=False)
@@ -276,9 +276,10 @@ class Paced(Unified):
         return plan
 
     def _finds_room(self, seq: Sequence, num_tokens: int, keep_free: int) -> bool:
-        if self.park.seats() <= 0:
+        kept = self.triage.is_kept(seq)
+        if self.park.seats(alone=kept) <= 0:
             return False
-        self._looked_at = None if self.triage.is_kept(seq) else seq
+        self._looked_at = None if kept else seq
         return self._has_blocks(seq)
 
     def _has_blocks(self, seq: Sequence) -> bool:

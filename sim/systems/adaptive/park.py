@@ -119,9 +119,9 @@ class Park(Recompute):
         """The same, one that returns included."""
         return self.growth() + 1
 
-    def seats(self) -> int:
-        """How many more may run: there are seats, and TPOTs are met."""
-        most = int(min(self.max_num_seqs, self.order.most_decodes()))
+    def seats(self, *, alone: bool = False) -> int:
+        """How many more may run: there are seats, and TPOTs are met beside prompts, or `alone`."""
+        most = int(min(self.max_num_seqs, self.order.most_decodes(alone=alone)))
         return most - len(self.scheduler.batching.running) - len(self.promoting)  # type: ignore[attr-defined]
 
     def prepare(self, now_s: float) -> None:

@@ -106,8 +106,8 @@ class RequestPrice:
         token_s = max(0.0, cost.prefill_s(short) / short - square_s * short)
         self._by_price = context_s, decode_s, max(0.0, one_s - decode_s), square_s, token_s
         self.correct(1.0)
-        self._per_pace = self._prompt_s = 0.0
-        """1 / (P - F), or 0 where the weights alone take longer than P: nothing helps then. And prompts, s a token."""
+        self._per_pace = 0.0
+        """1 / (P - F), or 0 where the weights alone take longer than P: nothing helps then."""
         self._prompt_factor = 1.0
         self.beside = 1.0
         """What prompts take beside decodes, for each second of their price."""
@@ -119,18 +119,17 @@ class RequestPrice:
             factor * one_s for one_s in self._by_price
         )
 
-    def keep_pace(self, iteration_s: float, prompt_s: float = 0.0, *, is_limit: bool = False) -> None:
-        """Iterations are to take so long at most (P).
-
-        `prompt_s`: of prompts for each token that is decoded. `is_limit`: that limits the batch, not blocks or seats.
-        """
+    def keep_pace(self, iteration_s: float, *, is_limit: bool = False) -> None:
+        """Iterations are to take so long at most (P); `is_limit`: that limits the batch, not blocks or seats."""
         self._per_pace = 1.0 / (iteration_s - self.step_s) if iteration_s > self.step_s else 0.0
-        self._prompt_s = prompt_s
         self._prompt_factor = 1.0 + self.step_s * self._per_pace if is_limit else 1.0
 
-    def most_decodes(self, context: float, member_s: float = 0.0) -> float:
-        """How many of such contexts decode together in P; each takes `member_s` at least."""
-        share = self._per_pace * (max(member_s, self.context_s * context + self.decode_s) + self._prompt_s)
+    def most_decodes(self, context: float, member_s: float = 0.0, prompt_s: float = 0.0) -> float:
+        """How many of such contexts decode together in P.
+
+        Each takes `member_s` at least, and `prompt_s` of prompts for its token.
+        """
+        share = self._per_pace * (max(member_s, self.context_s * context + self.decode_s) + prompt_s)
         return 1.0 / share if share else inf
 
     def tokens_left(self, seq: Sequence, num_generated: int) -> float:

@@ -15,7 +15,7 @@ while first tokens of requests that were kept come too late, and more while none
 
 Where TPOT is short, time limits the batch before memory does: no more decode together than an iteration of `PACE` of
 it holds (`most_decodes`), prices share an iteration's fixed time among so many and the prompts beside them, and the
-limit fills `PACED_FILL` alone.
+limit fills `PACED_FILL` alone. A prompt that is kept starts while the decodes alone fit: it waits for its time anyway.
 
 Behind the kept wait the deferred, cheapest first, then the hopeless, oldest first. Batching and eviction ask for
 classes and laxities. All of it changes with events and every `TICK_S` alone, so that jumps end there.
@@ -151,6 +151,8 @@ class Triage(Order):
         self._decodes_s = 0.0
         self._decode_share = 1.0
         """Of time, what is not for the prompts to be expected."""
+        self._prompt_s = 0.0
+        """Of prompts that are kept, for each token that is decoded."""
         self.changed = True
         """Whether this step follows an event or a tick: else all answers are as they were."""
         self._stale = True
@@ -250,14 +252,17 @@ class Triage(Order):
             return inf
         return seq.request.arrival_s + self.ttft_of(seq.request)
 
-    def most_decodes(self) -> float:
-        """How many may decode together so that all that are kept meet their TPOT; no limit where none can be left."""
+    def most_decodes(self, *, alone: bool = False) -> float:
+        """How many may decode together so that all that are kept meet their TPOT; no limit where none can be left.
+
+        Beside them go the prompts that are kept, unless `alone`.
+        """
         members = len(self.batch.members)
         if self.is_quiet or not members:
             return inf
-        price = self.price
-        most = price.most_decodes(self.batch.context_tokens / members, (self.decodes_s() - price.step_s) / members)
-        return max(1.0, most)
+        price, prompt_s = self.price, 0.0 if alone else self._prompt_s
+        member_s = (self.decodes_s() - price.step_s) / members
+        return max(1.0, price.most_decodes(self.batch.context_tokens / members, member_s, prompt_s))
 
     def laxity_s(self, outlook: Outlook, iteration_s: float) -> float:
         """How long it could stand still and meet its SLOs yet; infinitely little where it is late already."""
@@ -312,8 +317,8 @@ class Triage(Order):
         self.beside.next_piece()
         price.beside = self.beside.factor
         self._decode_share = 1.0 - min(0.8, self.kept_tokens_per_s * price.token_s * price.beside)
-        prompt_share = price.beside * sum(compress(prompt_s, some)) / sum(compress(num_tokens, some))
-        price.keep_pace(PACE * self.kept_tpot_s, prompt_share, is_limit=is_limit)
+        self._prompt_s = price.beside * sum(compress(prompt_s, some)) / sum(compress(num_tokens, some))
+        price.keep_pace(PACE * self.kept_tpot_s, is_limit=is_limit)
         self._outlooks.clear()
         self.tokens_per_iteration = sum(prompt_tokens) / max(iterations_by_room, iterations_by_time)
         work_s = [one_s + price.prompt_work_s(first_s) for one_s, first_s in zip(decodes_s, prompt_s, strict=True)]
