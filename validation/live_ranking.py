@@ -58,11 +58,12 @@ TPOT_STEPS, TTFT_STEPS = 2.0, 20.0
 STEP_SEQS, STEP_CONTEXT = 16, 64
 
 
-def step_s(scenario: Scenario) -> float:
-    """A decode step, s."""
+def slos_ms(scenario: Scenario) -> tuple[int, int]:
+    """TTFT and TPOT that requests are to meet, ms."""
     plan = IterationPlan()
     plan.num_decodes, plan.decode_context_tokens = STEP_SEQS, STEP_SEQS * STEP_CONTEXT
-    return prepare(scenario, *parse_policy("vllm-v1", {})).cost.iteration_s(plan)
+    step_ms = 1e3 * prepare(scenario, *parse_policy("vllm-v1", {})).cost.iteration_s(plan)
+    return round(TTFT_STEPS * step_ms), round(TPOT_STEPS * step_ms)
 
 
 def simulated(scenario: Scenario, policy: str) -> tuple[float, float]:
@@ -103,8 +104,17 @@ def table(load: float, slos: str, there: dict[str, float], here: dict[str, list[
     return "\n".join(rows) + "\n"
 
 
-def scenario_of(config: Path, profile: Path, num_prompts: int) -> Scenario:
-    """All requests at once, on the CPU."""
+def prepared(out: Path, profile: Path | None, num_prompts: int) -> Scenario:
+    """All requests at once, on the CPU; calibrates it in `out` unless given a profile."""
+    out.mkdir(parents=True, exist_ok=True)
+    config = out / "config.json"
+    write_atomically(config, lambda file: file.write(msgspec.json.encode(CONFIG)))
+    if profile is None:
+        calibrated = out / "calibration"
+        command = ["calibrate", "--device", "cpu", "--quick", "--model", str(config), "--out", str(calibrated)]
+        if kvtwin(command):
+            raise SystemExit(1)
+        profile = calibrated / "cpu-measured.json"
     return of_our_engine(
         Scenario(
             model=str(config), gpu="cpu", dtype="float32", profile=str(profile), workload="sharegpt", clip=CLIP, seed=1,
@@ -160,22 +170,11 @@ def main() -> int:
     parser.add_argument("--loads", type=float, nargs="+", default=[1.5, 4.0])
     arguments = parser.parse_args()
     out: Path = arguments.out
-    out.mkdir(parents=True, exist_ok=True)
-    config = out / "config.json"
-    write_atomically(config, lambda file: file.write(msgspec.json.encode(CONFIG)))
-    profile = arguments.profile
-    if profile is None:
-        calibrated = out / "calibration"
-        command = ["calibrate", "--device", "cpu", "--quick", "--model", str(config), "--out", str(calibrated)]
-        if kvtwin(command):
-            return 1
-        profile = calibrated / "cpu-measured.json"
-    base = scenario_of(config, profile, arguments.num_prompts)
+    base = prepared(out, arguments.profile, arguments.num_prompts)
     options = LiveOptions("cpu")
-    decoder = load_decoder(str(config), "float32", options)
+    decoder = load_decoder(base.model, "float32", options)
     _, drained = simulated(base, "vllm-v1")
-    step_ms = 1e3 * step_s(base)
-    ttft_ms, tpot_ms = round(TTFT_STEPS * step_ms), round(TPOT_STEPS * step_ms)
+    ttft_ms, tpot_ms = slos_ms(base)
     policies = (
         f"adaptive:ttft-slo-ms={ttft_ms},tpot-slo-ms={tpot_ms}", f"layerkv:tpot-slo-ms={tpot_ms}", "vllm-v1"
     )  # fmt: skip
