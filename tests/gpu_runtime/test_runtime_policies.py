@@ -70,7 +70,7 @@ def test_what_leaves_goes_in_pieces_or_is_computed_again_where_that_costs_less(m
     assert any(len(plan.beside) > 1 for plan, _, _ in served.plans) is swapped
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     variant=st.sampled_from(VARIANTS),
     rows=WORKLOADS,

@@ -56,7 +56,7 @@ def serve_alike(variant, rows, kinds, common, **sizes):
     live.check_tokens(live.serve(policy, arrivals, limits_of(policy, **sizes)), arrivals)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     variant=st.sampled_from([*CACHING, *TREES, "vllm-v1:scheduling-policy=priority,memory=radix"]),
     rows=ROWS, gpu=st.integers(17, 40), seqs=st.sampled_from([2, 5]), chunked=st.booleans(), kinds=st.integers(1, 3),

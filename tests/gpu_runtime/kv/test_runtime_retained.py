@@ -49,7 +49,7 @@ def test_gaps_are_computed_between_what_is_hit(variant):
     assert in_parts
 
 
-@settings(max_examples=24, deadline=None)
+@settings(max_examples=16, deadline=None)
 @given(
     variant=st.sampled_from(RETAINED),
     rows=ROWS, gap_s=st.sampled_from([0.0, 0.005, 0.02]), gpu=st.integers(17, 40), host=st.sampled_from([0, 2, 5, 30]),
