@@ -11,7 +11,7 @@ from sim.engine.sequence import Sequence
 from sim.kv.block_pool import CachingPool
 from sim.kv.index.block_keys import BlockKeys
 from sim.kv.index.prefix_index import Holding, PrefixIndex
-from traces.request import Request
+from traces.request import Image, Request
 
 
 class BlockByBlock:
@@ -228,6 +228,21 @@ def test_a_block_is_all_that_its_first_and_last_token_are_in():
     assert found == [(0,), (1,), (0,)]
     assert keys.of(Request(0, 0.0, 35, 1, "", (1, 2, 3, 4, 6, 7, 8), 5)) == (0, 2)
     assert keys.of(Request(0, 0.0, 35, 1, "", (1, 2, 3, 5, 6, 7, 8), 5)) == (1, 3)
+
+
+def test_blocks_are_apart_by_the_parts_of_images_in_them() -> None:
+    """16-token blocks, images of 20 tokens from 8 on: in the first two blocks, the text of the third is the same."""
+    keys = BlockKeys(16)
+
+    def of(*images: Image) -> tuple[int, ...]:
+        return keys.of(Request(0, 0.0, 48, 1, "", (1, 2, 3), 16, images=images))
+
+    plain, cat, dog = of(), of(Image(8, 20, 7)), of(Image(8, 20, 8))
+    assert plain == (1, 2, 3) and cat == of(Image(8, 20, 7))
+    assert [len({one, two, three}) for one, two, three in zip(plain, cat, dog, strict=True)] == [3, 3, 1]
+    # From another place on, of another length, or with one behind it.
+    assert of(Image(9, 20, 7))[0] != cat[0] != of(Image(8, 19, 7))[0]
+    assert of(Image(8, 20, 7), Image(28, 4, 8))[:2] == (cat[0], of(Image(8, 20, 7), Image(28, 4, 8))[1]) != cat[:2]
 
 
 def test_ids_of_the_output_count_where_the_prompt_is_named_to_its_end():

@@ -1,6 +1,9 @@
 """`BlockKeys`: what a trace's hash ids say of the engine's blocks, whatever the size of either."""
 
-from traces.request import Request
+from traces.request import Image, Request
+
+FIRST_IMAGE_KEY = 1 << 80
+"""Beyond all keys of blocks without images."""
 
 
 class BlockKeys:
@@ -13,8 +16,21 @@ class BlockKeys:
     def of(self, request: Request) -> tuple[int, ...]:
         """Keys of the blocks that the ids name as a whole, from the first on.
 
-        Ids of the output count where the prompt's ids name its last block too.
+        Ids of the output count where the prompt's ids name its last block too. Blocks of one content are apart where
+        parts of images in them are (vLLM's extra keys): ids may be made of tokens, which are alike for all images.
         """
+        keys = self._of_ids(request)
+        return self._apart(keys, request.images) if request.images else keys
+
+    def _apart(self, keys: tuple[int, ...], images: tuple[Image, ...]) -> tuple[int, ...]:
+        found, size, numbers = list(keys), self.block_size, self._numbers
+        for offset, num_tokens, image_id in images:
+            for block in range(offset // size, min(len(keys), -(-(offset + num_tokens) // size))):
+                content = found[block], offset - block * size, num_tokens, image_id
+                found[block] = FIRST_IMAGE_KEY + numbers.setdefault(content, len(numbers))
+        return tuple(found)
+
+    def _of_ids(self, request: Request) -> tuple[int, ...]:
         ids, named = request.hash_ids, request.hash_block_tokens
         if request.output_hash_ids and len(ids) * named >= request.prompt_tokens:
             ids += request.output_hash_ids
