@@ -22,10 +22,8 @@ from sim.engine.scheduler import Scheduler
 from sim.engine.sequence import Sequence
 from sim.errors import InvariantError, UserError
 from sim.kv.hybrid import HybridMemory
-from sim.kv.memory import Memory
 from sim.kv.states import StateMemory
 from sim.kv.windowed import WindowedMemory
-from sim.parts.base import Stage
 from sim.parts.stage.speculative import Speculative
 from sim.specs.kv_format import like_groups
 from sim.systems.ellm.first_layers import FirstLayersAgain
@@ -47,9 +45,10 @@ def scratch_blocks(scheduler: Scheduler) -> int:
     return min(SEND_BUFFER_LAYERS * whole, scheduler.host.num_blocks)
 
 
-def check_executable(memory: Memory) -> None:
-    """UserError for a memory whose plans a device cannot carry out."""
-    reason = memory.unexecutable
+def check_executable(scheduler: Scheduler) -> None:
+    """UserError for parts whose plans a device cannot carry out, and for drafts that none computes."""
+    memory, stage = scheduler.memory, scheduler.stage
+    reason = memory.unexecutable or scheduler.batching.unexecutable
     if isinstance(memory, WindowedMemory):
         reason = "rings of blocks for layers with a window are not computed on a device: serve with --policy vllm-v1"
     elif isinstance(memory, StateMemory):
@@ -59,17 +58,13 @@ def check_executable(memory: Memory) -> None:
             "prefixes of layers with a window are not told to a device yet: give --no-enable-prefix-caching, or where "
             "other layers have none, --disable-hybrid-kv-cache-manager"
         )
-    if reason:
-        raise UserError(reason)
-
-
-def check_drafts(stage: Stage) -> None:
-    """UserError for a `--spec-method` whose drafts no device computes."""
-    if isinstance(stage, Speculative) and stage.method != "ngram":
-        raise UserError(
+    elif isinstance(stage, Speculative) and stage.method != "ngram":
+        reason = (
             f"spec-method={stage.method}: a device computes no second model's drafts: give spec-method=ngram, or "
             "simulate"
         )
+    if reason:
+        raise UserError(reason)
 
 
 class DeviceMemory:
@@ -86,7 +81,7 @@ class DeviceMemory:
 
     Raises:
         ValueError: the scheduler's layer groups do not divide the decoder's layers evenly.
-        UserError: a memory whose plans cannot be executed; drafts that are not computed.
+        UserError: parts whose plans cannot be executed; drafts that are not computed.
     """
 
     def __init__(
@@ -104,8 +99,7 @@ class DeviceMemory:
         self.failures: list[tuple[Sequence, str]] = []
         """Whose KV is lost or could not be computed, and why."""
         config, memory, stage = decoder.config, scheduler.memory, scheduler.stage
-        check_executable(memory)
-        check_drafts(stage)
+        check_executable(scheduler)
         if isinstance(stage, Speculative):
             stage.acceptance = None
         block_tokens, window = scheduler.limits.block_size, scheduler.limits.window

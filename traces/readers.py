@@ -69,6 +69,7 @@ class Trace:
         self.skipped = 0  # rows left out by the latest iteration so far, on request or by the format's rule
         self.names_adapters = False  # whether a request that was read so far has an adapter
         self.adapters_apart = False  # whether prompts of unlike adapters are to have unlike `hash_ids`, as their KV is
+        self.has_images = False  # whether any row read so far has some
 
     def __repr__(self) -> str:
         return f"Trace({str(self.path)!r}, format={self.format!r})"
@@ -97,6 +98,7 @@ class Trace:
         reader, count = self._reader(), 0
         for columns in reader.columns():
             self.skipped = reader.skipped
+            self.has_images |= any(columns.images)
             if any(columns.loras):
                 self.names_adapters = True
                 if self.adapters_apart:

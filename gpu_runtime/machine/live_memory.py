@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from gpu_runtime.device_memory import check_drafts, check_executable, scratch_blocks
+from gpu_runtime.device_memory import check_executable, scratch_blocks
 from gpu_runtime.kv.copy_engine import STAGING_BYTES
 from gpu_runtime.model.capture_sizes import LARGEST_CAPTURE, capture_sizes, piece_sizes
 from gpu_runtime.model.config import DecoderConfig
@@ -130,8 +130,7 @@ def fit_to_machine(scenario: Scenario, policy: Policy, device: str, decoder: Dec
         raise UserError("--kv-offloading-size: runs on a device keep no prefixes on the host yet; leave it out")
     setup = prepare(scenario, "", policy)
     scheduler = build_engine(setup, None, Recording()).scheduler
-    check_executable(scheduler.memory)
-    check_drafts(scheduler.stage)
+    check_executable(scheduler)
     limits, cuda = setup.limits, device == "cuda"
     drafts = scheduler.stage.num_tokens if isinstance(scheduler.stage, Speculative) else 0
     working = 0 if decoder is None else working_bytes(decoder.config, decoder.dtype, limits, graphs=cuda, drafts=drafts)

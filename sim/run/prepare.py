@@ -167,6 +167,7 @@ def _prepare(asked_for: Scenario, scenario: Scenario, label: str, policy: Policy
     warnings += (one.told for one in conditional if not one.acts)
     warnings += filter(None, [MEMORIES[policy.names["memory"]].caveat])
     warnings += _other_slos(policy, Goodput.parse(scenario.goodput))
+    warnings += _not_of_the_encoder(policy, scenario)
     pp = _stages(asked_for, scenario, model, policy, label, role)
     experts = _experts(scenario, model, policy, label, pp, warnings)
     engine_profile = _engine_profile(scenario, hardware, profile, policy, pp)
@@ -265,6 +266,21 @@ def _with_slos(policy: Policy, asked: Goodput) -> Policy:
         return replace(options, **{name: round(1e3 * (slos_s[name] or 0.0), 9) for name in left}) if left else options
 
     return replace(told(policy), mixed_options=tuple(map(told, policy.mixed_options)))
+
+
+def _not_of_the_encoder(policy: Policy, scenario: Scenario) -> list[str]:
+    """What of an image encoder is not simulated."""
+    if not policy.reads_images:
+        return []
+    told = []
+    if not any(getattr(options, "encoder_tokens_per_s", None) for options in (policy, *policy.mixed_options)):
+        told.append("the image encoder takes no time: encoder-tokens-per-s=N is how many tokens yours gives a second")
+    if scenario.num_gpu_blocks_override is None:
+        told.append(
+            "the image encoder's weights, activations and cache take nothing of the GPU's memory: "
+            "--num-gpu-blocks-override is what your server's log says"
+        )
+    return told
 
 
 def _other_slos(policy: Policy, asked: Goodput) -> list[str]:

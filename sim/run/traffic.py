@@ -49,6 +49,11 @@ class ReadTrace(Protocol):
         """Whether a request that was read so far has an adapter."""
         ...
 
+    @property
+    def has_images(self) -> bool:
+        """Whether a request that was read so far has images."""
+        ...
+
     def __iter__(self) -> Iterator[Request]:
         """The requests from the first."""
         ...
@@ -69,7 +74,7 @@ def requests_of(setup: Setup, trace: ReadTrace | None = None) -> Iterable[Reques
         trace = open_trace(setup.scenario)
     requests = traffic(setup.scenario, setup.warnings, trace)
     if trace is not None:
-        requests = chain(requests, _on_adapters(trace, setup))
+        requests = chain(requests, _on_adapters(trace, setup), _on_images(trace, setup))
     if not setup.limits.enable_prefix_caching and setup.policy.names["memory"] != STORED:
         requests = note_shared_prefixes(requests, setup.warnings)
     return requests
@@ -159,6 +164,16 @@ def _on_adapters(trace: ReadTrace, setup: Setup) -> Iterator[Request]:
         )
     elif enabled and not trace.names_adapters:
         setup.warnings.append("--enable-lora: no request names an adapter (lora); their memory is taken all the same")
+    yield from ()
+
+
+def _on_images(trace: ReadTrace, setup: Setup) -> Iterator[Request]:
+    """No request: at the end of a trace this says whether its images are text."""
+    if trace.has_images and not setup.policy.reads_images:
+        setup.warnings.append(
+            "images are read as text, which no encoder computes (prefix caches tell them apart): "
+            "--policy vllm-v1:max-tokens-per-image=N schedules them"
+        )
     yield from ()
 
 

@@ -76,6 +76,11 @@ class SharedTrace:
                 few[name] = tuple(places), np.array(chosen)
         return SharedTrace(trace.path, trace.format, len(rows), trace.skipped, columns, ids, few)
 
+    @property
+    def has_images(self) -> bool:
+        """Whether any request has some."""
+        return "images" in self.few
+
     def __iter__(self) -> Iterator[Request]:
         for begin in range(0, self.num_requests, BLOCK):
             yield from self._block(begin, min(begin + BLOCK, self.num_requests))

@@ -131,6 +131,12 @@ class Policy(ABC):
         return False if asked is None and STAGES[self.names["stage"]].drafts else asked
 
     @property
+    def reads_images(self) -> bool:
+        """Whether it schedules an encoder for the images of prompts."""
+        told = [getattr(options, "max_tokens_per_image", None) for options in (self, *self.mixed_options)]
+        return self.names["batching"] == "unified" and any(told)
+
+    @property
     def schedules_ahead(self) -> bool:
         """Whether a step is scheduled while the one before it runs; it is not until that is decided."""
         return bool(self.async_scheduling_asked)

@@ -282,6 +282,7 @@ OTHER_WORDS |= {"ttft_slo_ms": "900", "tpot_slo_ms": "45"}
 OTHER_WORDS["max_lora_rank"] = "32"
 OTHER_WORDS |= {"spec_method": "draft_model", "spec_tokens": "2", "spec_model": "llama-2-7b", "acceptance_rate": "0.5"}
 OTHER_WORDS |= {"tool_ttl_s": "3.5", "late": "refuse", "replacement": "pgdsf"}
+OTHER_WORDS |= {"max_tokens_per_image": "1280", "encoder_tokens_per_s": "5000"}
 ALONE = {"async_scheduling", "predictor_accuracy", "ignore_eos", "disable_radix_cache", "enable_hierarchical_cache"}
 ALONE |= {"synthetic_acceptance_rates", "spec_kv_budget"}
 """Options that go with some others only, and are tested by themselves."""

@@ -74,6 +74,12 @@ LORAS_SPECULATIVE = (21, 22)
 LORAS_OFFLOADED = (11, 38)
 """And with the OffloadingConnector, in files `...-lora-offload`, of which half are scheduled ahead."""
 
+IMAGES = (106, 136, 142)
+"""Where prompts have images, in files `...-images`."""
+
+IMAGES_AHEAD = (106, 123, 142)
+"""The same with async scheduling, in files `...-images-async`."""
+
 BLOCK = 16
 TICK = 1 / 64
 COSTS = (
@@ -101,6 +107,8 @@ class Workload:
         self.num_ids = 1000
         self.stems = [list(range(50 * i, 50 * i + 64)) for i in range(self.dice.randint(1, 3))]
         self.talks: list[tuple[int, int, list[int], list[int]]] = []
+        self.album_dice = random.Random(f"kvtwin v1 images {seed}")
+        self.sizes: list[int] = []
 
     def options(self) -> Options:
         """Mostly just enough blocks for the longest request, seats and budgets from one to plenty."""
@@ -207,6 +215,39 @@ class Workload:
         without, most = dice.choice([0.0, 0.2, 0.7]), dice.choice([1, 2, 3, 5, 9])
         return [row._replace(lora=0 if dice.random() < without else dice.randint(1, most)) for row in self.rows()]
 
+    def image_options(self, *, async_scheduling: bool) -> Options:
+        """Images from a token to most of a prompt; the encoder's budget and cache hold the largest, or many."""
+        dice, options = self.album_dice, replace(self.options(), async_scheduling=async_scheduling)
+        sizes = [1, 5, 16, 16, 20, 32, 48]
+        self.sizes = [min(dice.choice(sizes), self.length // 2) for _ in range(dice.randint(1, 6))]
+        largest = max(self.sizes) + dice.choice([0, 0, 0, 7, 40])
+        # vLLM does not start, or waits for ever, where an image that may not be split is too long for a step.
+        whole = dice.random() < 0.4 and largest <= options.max_batched
+        return replace(
+            options,
+            max_tokens_per_image=largest,
+            whole_images=whole,
+            long_prefill=0 if whole and options.long_prefill < largest else options.long_prefill,
+            long_prefill_adaptive=options.long_prefill_adaptive and not (whole and options.long_prefill < largest),
+            encoder_s_per_token=dice.choice([0.0, 1e-4, 1e-3]),
+        )
+
+    def rows_with_images(self) -> list[Row]:
+        """The same requests, of whose prompts most have one of a few rows of images, as far as these fit."""
+        dice, albums = self.album_dice, []
+        for _ in range(dice.randint(1, 3)):
+            album, end = [], 0
+            while end < self.length:
+                ident = dice.randrange(len(self.sizes))
+                album.append((end + dice.choice([0, 0, 1, 3, 16, 30]), self.sizes[ident], ident))
+                end = sum(album[-1][:2])
+            albums.append(album)
+        rows = []
+        for row in self.rows():
+            album = dice.choice([*albums, *albums, []])
+            rows.append(row._replace(images=[one for one in album if sum(one[:2]) <= row.prompt_tokens]))
+        return rows
+
     def rows(self) -> list[Row]:
         """The requests, by arrival."""
         rows, now = [], 0.0
@@ -304,7 +345,7 @@ class Workload:
 
 Kind = Literal[
     "", "-async", "-offload", "-offload-async", "-storage", "-storage-async", "-window", "-window-async", "-state",
-    "-state-async", "-spec", "-lora", "-lora-spec", "-lora-offload",
+    "-state-async", "-spec", "-lora", "-lora-spec", "-lora-offload", "-images", "-images-async",
 ]  # fmt: skip
 
 
@@ -326,6 +367,9 @@ def make(seed: int, folder: Path, kind: Kind = "") -> str:
         elif kind.startswith("-window"):
             options, rows = workload.window_options(async_scheduling=kind == "-window-async"), workload.rows()
             answer = ask(rows, options)
+        elif kind.startswith("-images"):
+            options = workload.image_options(async_scheduling=kind == "-images-async")
+            answer = ask(rows := workload.rows_with_images(), options)
         elif kind == "-spec":
             options, rows = workload.spec_options(), workload.rows()
             answer = ask(rows, options)
@@ -359,6 +403,8 @@ def main() -> None:
         "-lora": LORAS,
         "-lora-spec": LORAS_SPECULATIVE,
         "-lora-offload": LORAS_OFFLOADED,
+        "-images": IMAGES,
+        "-images-async": IMAGES_AHEAD,
     }
     folder = CASES
     if sys.argv[1:]:

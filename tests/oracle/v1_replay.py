@@ -4,7 +4,7 @@ import gzip
 import hashlib
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from math import inf
 from pathlib import Path
@@ -21,7 +21,7 @@ from sim.parts.batching.unified import Unified
 from sim.systems.vllm_v1 import VllmV1
 from traces.adapters import apart
 from traces.readers import open_trace
-from traces.request import Request
+from traces.request import Image, Request
 
 FLAGS = {
     "policy": "scheduling_policy",
@@ -92,12 +92,13 @@ def requests_of(answer: dict, folder: Path) -> list[Request]:
 
 def request_of(
     number: int, arrival_s: float, prompt_tokens: int, output_tokens: int, ids: list[int], output_ids: list[int],
-    priority: int, lora: int = 0,
+    priority: int, lora: int = 0, images: Sequence[list[int]] = (),
 ) -> Request:  # fmt: skip
     """A row of a workload, as a trace's reader makes it."""
     name = f"adapter {lora}" if lora else ""
     named = (apart(name, tuple(ids)), 16, apart(name, tuple(output_ids)))
-    return Request(number, arrival_s, prompt_tokens, output_tokens, "", *named, priority, lora=name)
+    seen = tuple(Image(*one) for one in images)
+    return Request(number, arrival_s, prompt_tokens, output_tokens, "", *named, priority, images=seen, lora=name)
 
 
 def hand_over_first(connector: OffloadingConnector, request_id: int) -> None:
@@ -126,6 +127,9 @@ def replay(answer: dict, folder: Path, *, jump: bool, checked: bool = False, end
     if args.get("spec_method"):
         options |= {"spec_method": args["spec_method"], "spec_tokens": args["spec_tokens"], "acceptance_rate": 0.0}
         options["spec_model"] = "llama-2-7b" if args["spec_method"] == "draft_model" else None
+    if largest := args.get("max_tokens_per_image"):
+        options |= {"max_tokens_per_image": largest, "disable_chunked_mm_input": args["whole_images"]}
+        options["encoder_tokens_per_s"] = 1 / args["encoder_s_per_token"] if args["encoder_s_per_token"] else None
     policy = VllmV1(**options, scheduler_reserve_full_isl=not args["no_reserve_full_isl"])
     window = None
     if args.get("window"):

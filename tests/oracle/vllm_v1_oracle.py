@@ -22,6 +22,8 @@ After each step that samples, ``spec_tokens`` are drafted for every request; dra
 the first g tokens of request r's answer the i-th is accepted, if all before it are, where ``drawn(seed, r, g + i)`` is
 less than ``acceptance[i]``.
 
+Each token that the encoder gives takes ``encoder_s_per_token`` more.
+
 The token at position p is B[p // 16] * 16 + p % 16, where B is hash_ids, then output_hash_ids if hash_ids name the
 prompt's last block too; blocks beyond them are private to the request.
 
@@ -63,7 +65,9 @@ from vllm.config import (  # noqa: E402
     VllmConfig,
 )
 from vllm.lora.request import LoRARequest  # noqa: E402
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange  # noqa: E402
 from vllm.utils.hashing import get_hash_fn_by_name  # noqa: E402
+from vllm.v1.core.encoder_cache_manager import EncoderCacheManager, compute_mm_encoder_budget  # noqa: E402
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash  # noqa: E402
 from vllm.v1.kv_cache_interface import (  # noqa: E402
     FullAttentionSpec,
@@ -116,6 +120,8 @@ class Row(NamedTuple):
     output_hash_ids: Sequence[int] = ()
     priority: int = 0
     lora: int = 0
+    images: Sequence[tuple[int, int, int]] = ()
+    """Each one's place, tokens and id."""
 
 
 @dataclass(frozen=True)
@@ -127,6 +133,7 @@ class Options:
     the others; `exports_states` says that kernels write one out amid a chunk. With a `spec_method` so many tokens are
     drafted after each step that samples; `acceptance` are the chances that one is accepted where those before it are.
     With `max_loras` so many adapters run at once; a row's `lora` is its adapter's number, 0 none.
+    With `max_tokens_per_image` prompts have images, the largest of so many tokens.
     """
 
     blocks: int
@@ -151,6 +158,9 @@ class Options:
     acceptance: tuple[float, ...] = ()
     acceptance_seed: int = 0
     max_loras: int = 0
+    max_tokens_per_image: int = 0
+    whole_images: bool = False
+    encoder_s_per_token: float = 0.0
     cost: tuple[float, ...] = (0.005, 4e-5, 2e-9, 0.02, 2e-5, 6e-7)
 
 
@@ -184,6 +194,7 @@ def make_scheduler(options: Options, connector: Any = None) -> tuple[Any, Any]:
         long_prefill_token_threshold_adaptive=options.long_prefill_adaptive,
         watermark=options.watermark,
         scheduler_reserve_full_isl=not options.no_reserve_full_isl,
+        disable_chunked_mm_input=options.whole_images,
     )
     cache = CacheConfig(block_size=BLOCK, enable_prefix_caching=not options.no_prefix_caching)
     cache.num_gpu_blocks = options.blocks
@@ -236,6 +247,11 @@ def make_scheduler(options: Options, connector: Any = None) -> tuple[Any, Any]:
         block_size=size,
         log_stats=True,
     )
+    if options.max_tokens_per_image:
+        # What vLLM finds where the model has an encoder; of that nothing else is read.
+        budget = compute_mm_encoder_budget(scheduler_config, {"image": options.max_tokens_per_image})
+        scheduler.max_num_encoder_input_tokens, cache_size = budget
+        scheduler.encoder_cache_manager = EncoderCacheManager(cache_size)
     hashes = connector is not None or not options.no_prefix_caching
     ahead = config.num_hash_lookahead_tokens
     return scheduler, get_request_block_hasher(BLOCK, hash_fn, num_hash_lookahead_tokens=ahead) if hashes else None
@@ -300,6 +316,12 @@ class Oracle:
                 sampling_params=SamplingParams(max_tokens=row.output_tokens, ignore_eos=True),
                 lora_request=LoRARequest(f"adapter {row.lora}", row.lora, "/") if row.lora else None,
                 block_hasher=self.hasher,
+                mm_features=[
+                    MultiModalFeatureSpec(
+                        data=None, modality="image", identifier=str(ident), mm_position=PlaceholderRange(offset, length)
+                    )
+                    for offset, length, ident in row.images
+                ],
             )
             self.scheduler.add_request(request)
 
@@ -335,7 +357,12 @@ class Oracle:
             self.steps.append((now, line, self.pool.get_num_free_blocks(), self.evictions))
             if len(self.steps) > MOST_STEPS:
                 raise RuntimeError(f"{MOST_STEPS} steps: a request waits for ever")
-        return output, self._price(chunks, contexts, num_drafts)
+        encoded = sum(
+            self.rows[int(key)].images[place][1]
+            for key, places in output.scheduled_encoder_inputs.items()
+            for place in places
+        )
+        return output, self._price(chunks, contexts, num_drafts) + self.options.encoder_s_per_token * encoded
 
     def _price(self, chunks: list[int], contexts: list[int], num_drafts: int = 0) -> float:
         p0, p1, p2, d0, d1, d2 = self.options.cost

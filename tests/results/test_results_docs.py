@@ -27,6 +27,7 @@ SEEN = {
     "counters of adaptive",
     "counters of infercept and of stage=tool-calls",
     "counters of speculative decoding",
+    "counters of images",
     "counters of pages",
     "counters of swaps",
     "counters of pools",

@@ -45,6 +45,9 @@ class Batching(Part, ABC):
     frees_in_order: ClassVar[bool] = False
     """Whether sequences that end in one step give their blocks back in the order in which they ran (`in_order`)."""
 
+    unexecutable: ClassVar[str] = ""
+    """Why a device cannot carry out its plans, and what to do about it; empty where one can."""
+
     record: DecisionLog | None = None
     """Hears of every step: entries `request:tokens` in the engine's order, then the preempted requests."""
     records_decisions: ClassVar[bool] = False

@@ -3,6 +3,7 @@
 All in order of admission: at the common step by counts alone, else one by one, as in vLLM's loop over `running`.
 """
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, ClassVar
 
 from sim.engine.plan import CONTINUED, IterationPlan, Origin
@@ -61,6 +62,8 @@ class Running(Batching):
     def bind(self, scheduler: "Scheduler") -> None:
         super().bind(scheduler)
         self.paged = memory = scheduler.memory
+        # What else has a say in where chunks end takes its place.
+        self._cut_chunk: Callable[[Sequence, int, int], int] = memory.cut_chunk
         # vLLM counts its null block.
         own = int(self._watermark * (memory.gpu.num_blocks + 1))
         self.watermark_blocks = max(own, scheduler.admission.keep_free * memory.unit)
@@ -163,7 +166,7 @@ class Running(Batching):
             chunk = 1
             if seq in partials:
                 chunk = min(seq.num_tokens - seq.num_computed, min(longest, budget))
-                chunk = self.paged.cut_chunk(seq, seq.num_computed, chunk)
+                chunk = self._cut_chunk(seq, seq.num_computed, chunk)
                 if not chunk:
                     continue
             elif takes_whole_blocks and (seq.batch_offset + step) % size > 1:

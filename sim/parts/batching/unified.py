@@ -5,10 +5,11 @@ admission, then for those that wait. Blocks are taken for what a step computes, 
 that finds none preempts the last of those that run, or the least urgent; a step that preempted admits no request.
 """
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from sim.engine.plan import ADMITTED, IterationPlan, StepTimes
 from sim.engine.sequence import Sequence
+from sim.errors import UserError
 from sim.parts.base import Wait
 from sim.parts.batching.base import NEVER_FITS
 from sim.parts.batching.running import Running
@@ -39,17 +40,25 @@ class Unified(Running):
             kind = class_at("sim.parts.batching.unified_speculative:UnifiedSpeculative")
         elif b.offloading.offloads:
             kind = class_at("sim.parts.batching.unified_offloading:UnifiedOffloading")
-        slots: dict[str, int] = {}
+        more: dict[str, Any] = {}
         if options.enable_lora:
             kind = class_at(f"sim.parts.batching.unified_adapters:{kind.__name__}Adapters")
-            slots["max_loras"] = options.max_loras
+            more["max_loras"] = options.max_loras
+        if options.max_tokens_per_image is not None:
+            if kind is not cls:
+                raise UserError(
+                    "max-tokens-per-image: not simulated beside drafts, --enable-lora and --kv-offloading-size; leave "
+                    "one of them out"
+                )
+            options.check_images(b.limits.max_num_batched_tokens)
+            kind, more = class_at("sim.parts.batching.unified_images:UnifiedImages"), {"images": options}
         return kind(
             long_prefill_threshold=options.long_prefill_token_threshold,
             adaptive=options.long_prefill_token_threshold_adaptive,
             watermark=options.watermark,
             reserve_whole_prompt=options.scheduler_reserve_full_isl,
             schedules_ahead=b.policy.schedules_ahead,
-            **slots,
+            **more,
         )
 
     def refusal(self, seq: Sequence) -> str | None:
@@ -79,8 +88,10 @@ class Unified(Running):
             if self._caches:
                 memory.look_up(seq)
                 cached = memory.cached_tokens(seq)
-            chunk = memory.cut_chunk(seq, cached, min(seq.num_tokens - cached, min(longest, budget)))
+            chunk = self._cut_chunk(seq, cached, min(seq.num_tokens - cached, min(longest, budget)))
             if not chunk:
+                if self._set_aside(seq):
+                    continue
                 return
             keep_free = self.watermark_blocks if self.running else 0
             if not memory.ever_fits(seq, 0):
@@ -91,6 +102,10 @@ class Unified(Running):
             order.pop()
             budget -= chunk
             self._start(plan, seq, cached, chunk, now_s)
+
+    def _set_aside(self, seq: Sequence) -> bool:
+        """The head can compute nothing in this step: whether it is taken out, so that those behind it may start."""
+        return False
 
     def _finds_room(self, seq: Sequence, num_tokens: int, keep_free: int) -> bool:
         """Look at the head: whether it can start with so many tokens computed."""

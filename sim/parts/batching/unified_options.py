@@ -4,9 +4,10 @@ from dataclasses import dataclass
 from math import inf
 from typing import Literal
 
+from sim.errors import UserError
 from sim.parts.batching.async_scheduling import AsyncScheduling
 from sim.parts.batching.lora_options import LoraOptions
-from sim.parts.options import Only, vllm_option
+from sim.parts.options import Only, option, vllm_option
 
 
 @dataclass(frozen=True)
@@ -31,3 +32,26 @@ class VllmV1Options(LoraOptions, AsyncScheduling):
     scheduler_reserve_full_isl: bool = vllm_option(
         True, "admit a prompt only where all of it fits, not only its first chunk"
     )
+    max_tokens_per_image: int | None = option(
+        None,
+        "the model's largest image, tokens: its encoder is scheduled for a trace's images, which are text otherwise",
+        within=(1, inf),
+    )
+    encoder_tokens_per_s: float | None = option(
+        None,
+        "image tokens that the encoder gives a second; else it takes no time",
+        within=(1e-9, inf),
+        only=Only("max_tokens_per_image"),
+    )
+    disable_chunked_mm_input: bool = vllm_option(
+        False, "compute all tokens of an image in one iteration", only=Only("max_tokens_per_image")
+    )
+
+    def check_images(self, max_num_batched_tokens: int) -> None:
+        """UserError where the largest image fits no iteration, and may not be split."""
+        largest = self.max_tokens_per_image or 0
+        if self.disable_chunked_mm_input and largest > max_num_batched_tokens:
+            raise UserError(
+                f"--disable-chunked-mm-input: max-tokens-per-image={largest} is more than --max-num-batched-tokens "
+                f"{max_num_batched_tokens}; raise that, or leave it out"
+            )

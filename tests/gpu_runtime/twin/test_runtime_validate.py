@@ -67,6 +67,7 @@ def test_default_pools_take_a_quarter_of_the_free_memory_each(free_bytes):
     [
         ("vllm-v1:kv-offloading-size=1", "--kv-offloading-size: runs on a device"),
         ("vllm-v1:spec-method=mtp,spec-tokens=2,acceptance-rate=0.5", "computes no second model's drafts"),
+        ("vllm-v1:max-tokens-per-image=24", "no device computes an encoder"),
         ("memserve", "memory=mempool"),
     ],
 )
