@@ -32,10 +32,10 @@ fast:
 	KVTWIN_MYPYC=1 $(FAST)/bin/python -m pip install --quiet --disable-pip-version-check ".[report]"
 	@$(FAST)/bin/kvtwin --version
 
-# More threads than cores make small fits slower.
+# More threads than cores make small fits slower; what tests of a file share, one process makes once.
 test: export OMP_NUM_THREADS ?= 1
 test: $(VENV)/dev
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 	$(BIN)/python -m pytest --nbmake notebooks
 
 # Triton's kernels for GPUs that are not here, every case of `pytest -m gpu`, a process a GPU: eight to nine minutes of one
