@@ -75,6 +75,8 @@ def requests_of(setup: Setup, trace: ReadTrace | None = None) -> Iterable[Reques
     requests = traffic(setup.scenario, setup.warnings, trace)
     if trace is not None:
         requests = chain(requests, _on_adapters(trace, setup), _on_images(trace, setup))
+    elif _serves_adapters(setup):
+        setup.warnings.append(NO_ADAPTERS)
     if not setup.limits.enable_prefix_caching and setup.policy.names["memory"] != STORED:
         requests = note_shared_prefixes(requests, setup.warnings)
     return requests
@@ -103,6 +105,7 @@ def traffic(scenario: Scenario, warnings: list[str] | None = None, trace: ReadTr
 
 
 WORTH_SAYING = 0.01
+NO_ADAPTERS = "--enable-lora: no request names an adapter (lora); their memory is taken all the same"
 
 
 class _Sharing:
@@ -156,15 +159,19 @@ def _left_out(trace: ReadTrace, warnings: list[str]) -> Iterator[Request]:
 
 def _on_adapters(trace: ReadTrace, setup: Setup) -> Iterator[Request]:
     """No request: at the end of a trace this says what became of the adapters that it names."""
-    enabled = options_among((setup.policy, *setup.policy.mixed_options), LoraOptions).enable_lora
+    enabled = _serves_adapters(setup)
     if trace.names_adapters and not enabled:
         setup.warnings.append(
             "requests name adapters (lora): their cached prompts are apart, and that is all; --enable-lora of vllm-v1 "
             "says how many run at once (--max-loras) and takes their memory"
         )
     elif enabled and not trace.names_adapters:
-        setup.warnings.append("--enable-lora: no request names an adapter (lora); their memory is taken all the same")
+        setup.warnings.append(NO_ADAPTERS)
     yield from ()
+
+
+def _serves_adapters(setup: Setup) -> bool:
+    return options_among((setup.policy, *setup.policy.mixed_options), LoraOptions).enable_lora
 
 
 def _on_images(trace: ReadTrace, setup: Setup) -> Iterator[Request]:

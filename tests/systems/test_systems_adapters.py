@@ -138,3 +138,10 @@ def test_what_becomes_of_adapters_is_told(tmp_path: Path, words: str, lora: str,
 def test_what_does_not_go_is_refused(words: str, said: str) -> None:
     with pytest.raises(UserError, match=said):
         simulate(parse_policy(words, {})[1], [], limits(chunked=True))
+
+
+def test_a_workload_without_adapters_is_told_of_them_too() -> None:
+    scenario = Scenario(model="llama-3.1-8b", gpu="h100", workload="fixed", num_prompts=1)
+    setup = prepare(scenario, "vllm-v1", parse_policy("vllm-v1:enable-lora=on", {})[1])
+    requests_of(setup)
+    assert any("no request names an adapter" in text for text in setup.warnings)
