@@ -66,6 +66,9 @@ def test_there_are_cases_of_every_kind() -> None:
     with_loras = [arg for arg in args if arg.get("max_loras")]
     assert {arg["async_scheduling"] for arg in with_loras} == {False, True}
     assert {bool(arg.get("cpu_chunks")) for arg in with_loras} == {bool(arg["spec_method"]) for arg in with_loras}
+    pictured = [arg for arg in args if arg.get("max_tokens_per_image")]
+    for flag in ("whole_images", "async_scheduling"):
+        assert {arg[flag] for arg in pictured} == {False, True}
     offloaded = [answer for answer in answers if "copies" in answer]
     args = [answer["args"] for answer in offloaded]
     for name in ("no_prefix_caching", "offload_outputs", "no_reserve_full_isl", "async_scheduling"):

@@ -7,7 +7,7 @@ compute nothing then is passed by those behind it.
 
 from collections import deque
 from math import inf
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from sim.engine.plan import IterationPlan, StepTimes
 from sim.engine.sequence import FINISHED, Sequence
@@ -38,13 +38,29 @@ class UnifiedImages(Unified):
 
     Args:
         images: the largest image, whether one may be split, how fast the encoder is.
-        running: as `Running` has them.
+        long_prefill_threshold, adaptive, watermark, reserve_whole_prompt, schedules_ahead: as `Running` has them.
     """
 
     unexecutable = "max-tokens-per-image: no device computes an encoder; leave it out (images are text), or simulate"
 
-    def __init__(self, *, images: VllmV1Options, **running: Any) -> None:  # noqa: ANN401 - handed on
-        super().__init__(**running)
+    def __init__(
+        self,
+        *,
+        images: VllmV1Options,
+        long_prefill_threshold: int,
+        adaptive: bool,
+        watermark: float,
+        reserve_whole_prompt: bool,
+        schedules_ahead: bool,
+    ) -> None:
+        # One by one: compiled, a mapping of them is not handed on.
+        super().__init__(
+            long_prefill_threshold=long_prefill_threshold,
+            adaptive=adaptive,
+            watermark=watermark,
+            reserve_whole_prompt=reserve_whole_prompt,
+            schedules_ahead=schedules_ahead,
+        )
         self._largest, self._whole = images.max_tokens_per_image or 0, images.disable_chunked_mm_input
         self._tokens_per_s = images.encoder_tokens_per_s or inf
 
