@@ -18,7 +18,7 @@ from sim.study.plan import Held, Planned, Size
 from sim.study.points import setup_of
 from sim.study.serve_commands import manifest, run_command, serve_commands
 from sim.study.sweep import told_where
-from sim.study.tune_report import gain_lines
+from sim.study.tune_report import four_digits, gain_lines
 
 PAGE, ANSWER, MANIFEST = "plan.md", "plan.json", "kubernetes.yaml"
 ANSWER_RUN = "answer"
@@ -42,8 +42,8 @@ def lines(planned: Planned) -> Iterator[str]:
         yield from _refused(planned)
         return
     yield f"{_amount(planned, answer)}: {best.deployment.name}, with {wanted}."
-    yield from _sureness(planned, answer, best)
-    yield from _figures(planned, best)
+    yield from _sureness(planned, best)
+    yield from _figures(planned)
     yield from _next_to(planned, answer)
     yield from _ties(answer, best)
     yield from _families(answer, best)
@@ -85,10 +85,9 @@ def _amount(planned: Planned, answer: Size) -> str:
     return f"{gpus} ({ends})"
 
 
-def _sureness(planned: Planned, answer: Size, best: Held) -> Iterator[str]:
+def _sureness(planned: Planned, best: Held) -> Iterator[str]:
     seeds, (low, high) = planned.asked.seeds, best.interval
     seen = ", ".join(f"{load:.2f}" for load in best.loads)
-    del answer
     text = f"It sustains {best.mean:.2f} times the traffic; over {seeds} draws {seen}"
     if seeds > 1:
         text += f", another like them within {low:.2f} to {high:.2f} ({CONFIDENCE:.0%})"
@@ -98,15 +97,14 @@ def _sureness(planned: Planned, answer: Size, best: Held) -> Iterator[str]:
         yield f"More may be sustained: {reason}."
 
 
-def _figures(planned: Planned, best: Held) -> Iterator[str]:
-    del best
+def _figures(planned: Planned) -> Iterator[str]:
     where = "At the load sustained" if planned.asked.objective == "goodput" else "At the traffic as it is"
     results = [ran.result for ran in planned.figures if ran.result is not None]
     told = []
     for slo in planned.asked.slos:
         values = [result[slo.metric] for result in results if result[slo.metric] is not None]
         if values:
-            told.append(f"{slo.metric} {_figure(min(values) if slo.at_least else max(values))}")
+            told.append(f"{slo.metric} {four_digits(min(values) if slo.at_least else max(values))}")
     if told:
         yield f"{where}, the worst draw: {', '.join(told)}."
         yield from error_sentences([slo.metric for slo in planned.asked.slos], results)
@@ -175,10 +173,6 @@ def _refused(planned: Planned) -> Iterator[str]:
 
 def _kinds(planned: Planned) -> str:
     return " or ".join(planned.asked.gpus)
-
-
-def _figure(value: float) -> str:
-    return f"{value:,.0f}" if abs(value) >= 1000.0 else f"{value:.4g}"
 
 
 def answer_options(planned: Planned) -> dict[str, Any]:

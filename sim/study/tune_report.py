@@ -175,10 +175,12 @@ def _load_ends(candidate: Candidate) -> tuple[float, float]:
 def _measured(slos: Sequence[Any], result: Mapping[str, Any] | None) -> str:
     if result is None:
         return "the run fails"
-    return ", ".join(f"{slo.metric} {_figure(result[slo.metric])}" for slo in slos if result[slo.metric] is not None)
+    return ", ".join(
+        f"{slo.metric} {four_digits(result[slo.metric])}" for slo in slos if result[slo.metric] is not None
+    )
 
 
-def _figure(value: float) -> str:
+def four_digits(value: float) -> str:
     """Four digits, never as a power of ten: `14,860`, `80.32`."""
     return f"{value:,.0f}" if abs(value) >= 1000.0 else f"{value:.4g}"
 
