@@ -11,18 +11,20 @@ been carried out; what the last of them took over what they cost is the factor b
 
 from collections import deque
 from math import inf
+from typing import Final
 
 from sim.cost.model import CostModel
 from sim.engine.plan import IterationPlan, StepTimes
 
-MOST = 8.0
+MOST: Final = 8.0
 """Times P, that is saved at most. Chosen by trials."""
-SAMPLES = 100
-LEAST_FACTOR, MOST_FACTOR = 0.5, 2.0
-PIECES = 10
+SAMPLES: Final = 100
+LEAST_FACTOR: Final = 0.5
+MOST_FACTOR: Final = 2.0
+PIECES: Final = 10
 """Of which `Beside` is found, each as long as between two price limits."""
-LEAST_BESIDE = 0.05
-DIGITS = 2
+LEAST_BESIDE: Final = 0.05
+DIGITS: Final = 2
 """Of the factor: what rounding changes in a duration must change no decision."""
 
 

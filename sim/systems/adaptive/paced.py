@@ -16,7 +16,7 @@ Where decodes cost more beside a chunk than after it (kernels that compute tiles
 
 from itertools import islice
 from math import ceil, inf
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Final
 
 from sim.engine.plan import IterationPlan, Origin
 from sim.engine.sequence import Sequence
@@ -30,19 +30,21 @@ if TYPE_CHECKING:
     from sim.engine.scheduler import Scheduler
     from sim.systems.builder import Builder
 
-LEAST_CHUNK = 128
-DEFERRED_AHEAD = 1.5
-LEAST_DEFERRED_CHUNK = 256
-AHEAD = 1.25
+LEAST_CHUNK: Final = 128
+DEFERRED_AHEAD: Final = 1.5
+LEAST_DEFERRED_CHUNK: Final = 256
+AHEAD: Final = 1.25
 """Of the rate at which kept prompts arrive, what is computed of them."""
-DEFERRED_FREE, LATE_FREE, QUIET_FREE = 0.05, 0.3, 0.02
+DEFERRED_FREE: Final = 0.05
+LATE_FREE: Final = 0.3
+QUIET_FREE: Final = 0.02
 """Shares of the blocks that stay free when a deferred or a late prompt starts; where none arrive, a late one."""
-ROUNDING = 1e-6
-CHUNKS = (16, 32, 64, 128, 256, 384, 512, 768, 1024)
-NEAR = 1.05
-ATTENDING = 1.05
+ROUNDING: Final = 1e-6
+CHUNKS: Final = (16, 32, 64, 128, 256, 384, 512, 768, 1024)
+NEAR: Final = 1.05
+ATTENDING: Final = 1.05
 """Times what is estimated of iterations by their tokens alone; chosen by trials."""
-LOOK_AHEAD = 64
+LOOK_AHEAD: Final = 64
 """Prompts that wait, at most, whose deadlines set the pace."""
 
 
@@ -220,9 +222,7 @@ class Paced(Unified):
     def pending(self) -> list[Sequence]:
         """Prompts that are kept, half done or waiting, as far as it looks ahead."""
         found = [*self.partials, *islice(self.triage.kept(), LOOK_AHEAD + 1)]
-        if self._looked_at is not None and self._looked_at in found:
-            found.remove(self._looked_at)
-        return found[:LOOK_AHEAD]
+        return [seq for seq in found if seq is not self._looked_at][:LOOK_AHEAD]
 
     def find_worth(self) -> None:
         """Find the least chunk whose tokens cost about as little as any chunk's beside the decodes.

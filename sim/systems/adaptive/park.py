@@ -25,7 +25,7 @@ from collections.abc import Iterable
 from heapq import heapify, heappop
 from itertools import chain
 from math import ceil, inf
-from typing import TYPE_CHECKING, ClassVar, Self
+from typing import TYPE_CHECKING, ClassVar, Final, Self
 
 from sim.engine.changes import Direction, Move, Tier
 from sim.engine.plan import IterationPlan
@@ -42,12 +42,12 @@ if TYPE_CHECKING:
     from sim.systems.adaptive.paced import Paced
     from sim.systems.builder import Builder
 
-MOST_TOKENS = 1024
-HORIZON = 8
+MOST_TOKENS: Final = 1024
+HORIZON: Final = 8
 """Iterations whose growth is kept free, at least."""
-SHORT_S = 2.0
+SHORT_S: Final = 2.0
 """With less laxity than this, a head may take the room of kept sequences, too."""
-MARGIN_S = 5.0
+MARGIN_S: Final = 5.0
 """By how much that one must be laxer."""
 
 
@@ -159,7 +159,7 @@ class Park(Recompute):
         self.num_kept = 0
         for seq in self.away:
             outlook = order.look(seq)
-            kind = order.class_of(seq, outlook, iteration_s)
+            kind = order.class_of(seq, outlook, order.laxity_s(outlook, iteration_s))
             self.num_kept += kind == KEPT
             if seq not in leaving:
                 # Of those that are kept, too, the cheapest returns first.
@@ -203,6 +203,10 @@ class Park(Recompute):
         """Of one that waits or is parked."""
         return self.order.laxity_s(self.order.look(seq), iteration_s)
 
+    def _is_kept(self, seq: Sequence, iteration_s: float) -> bool:
+        """Whether one that is parked is kept."""
+        return self.order.class_of(seq, self.order.look(seq), self._laxity_s(seq, iteration_s)) == KEPT
+
     def _promote(self, seq: Sequence) -> None:
         del self.away[seq]
         seq.status = Status.PROMOTING
@@ -242,9 +246,9 @@ class Park(Recompute):
         leaving: list[tuple[int, float, int, bool, Sequence]] = []
         for seq in batch.members:
             outlook = order.outlook(seq)
-            kind, rank_s = order.class_of(seq, outlook, iteration_s), order.rank_s(seq, outlook)
-            least_s = fresh_lax_s if seq in self._joined else lax_s
-            pays = kind != KEPT or (rank_s > price_s and order.laxity_s(outlook, iteration_s) >= least_s)
+            laxity_s, rank_s = order.laxity_s(outlook, iteration_s), order.rank_s(seq, outlook)
+            kind = order.class_of(seq, outlook, laxity_s)
+            pays = kind != KEPT or (rank_s > price_s and laxity_s >= (fresh_lax_s if seq in self._joined else lax_s))
             if pays or short > 0:
                 leaving.append((-kind, -rank_s, -seq.request.request_id, pays, seq))
         heapify(leaving)
@@ -300,7 +304,7 @@ class Park(Recompute):
                 if tokens >= MOST_TOKENS:
                     break
             return wanted - free, head
-        if parked is not None and self.order.class_of(parked, self.order.look(parked), iteration_s) == KEPT:
+        if parked is not None and self._is_kept(parked, iteration_s):
             return self.paged.held_blocks(parked) + 1 - free, parked
         return 0, None
 
@@ -320,8 +324,9 @@ class Park(Recompute):
         dearest: list[tuple[int, bool, float, int, Sequence]] = []
         for seq in self.batch.members:
             outlook = order.outlook(seq)
-            kind, is_lax = order.class_of(seq, outlook, iteration_s), order.laxity_s(outlook, iteration_s) >= MARGIN_S
-            dearest.append((kind, is_lax, order.rank_s(seq, outlook), seq.request.request_id, seq))
+            laxity_s = order.laxity_s(outlook, iteration_s)
+            kind, rank_s = order.class_of(seq, outlook, laxity_s), order.rank_s(seq, outlook)
+            dearest.append((kind, laxity_s >= MARGIN_S, rank_s, seq.request.request_id, seq))
         dearest.sort(reverse=True)
         return next((seq for *_, seq in dearest if self._may_leave(seq)), None)
 

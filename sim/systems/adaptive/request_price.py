@@ -18,20 +18,21 @@ from bisect import bisect_right, insort
 from collections import deque
 from itertools import accumulate
 from math import inf
+from typing import Final
 
 from sim.cost.model import CostModel
 from sim.engine.limits import Limits
 from sim.engine.sequence import Sequence
 
-FEW_LEFT = 16
-MOST_MORE = 64
+FEW_LEFT: Final = 16
+MOST_MORE: Final = 64
 """With fewer than `FEW_LEFT` tokens left of a class's median, a quarter of those generated are expected, at least
 `FEW_LEFT` and at most `MOST_MORE`."""
-HISTORY = 1000
-UNKNOWN = 256
+HISTORY: Final = 1000
+UNKNOWN: Final = 256
 """Tokens of an output before any has ended."""
-BATCH = 64
-PROMPTS = (2048, 4096)
+BATCH: Final = 64
+PROMPTS: Final = (2048, 4096)
 """Where the cost model is asked: decodes beside one another, and prompts that fill the device."""
 
 
@@ -134,25 +135,27 @@ class RequestPrice:
 
     def tokens_left(self, seq: Sequence, num_generated: int) -> float:
         """Output tokens that `seq`, with so many, is expected to get yet; at least 1."""
-        room = max(1.0, self._longest - seq.request.prompt_tokens - num_generated)
-        return min(room, self._expected(seq, num_generated))
-
-    def _expected(self, seq: Sequence, num_generated: int) -> float:
-        """The same by its prediction alone."""
         median = seq.predicted_median_tokens
+        left: float = median - num_generated
         if not median:
-            return self.history.left_after(num_generated)
-        left = median - num_generated
-        if seq.predicted_lower_tokens == median:
-            return max(1, left)
-        return left if left >= FEW_LEFT else max(FEW_LEFT, min(num_generated / 4, MOST_MORE))
+            left = self.history.left_after(num_generated)
+        elif seq.predicted_lower_tokens == median:
+            left = max(1, left)
+        elif left < FEW_LEFT:
+            left = max(FEW_LEFT, min(num_generated / 4, MOST_MORE))
+        room = self._longest - seq.request.prompt_tokens - num_generated
+        return left if left <= room else max(1.0, room)
 
     def decodes_s(self, num_tokens: float, context: float) -> float:
         """What so many more tokens from that context on take."""
         mean = context + num_tokens / 2
         token_s = self.context_s * mean + self.decode_s
-        # Of an iteration of a full batch, by blocks, by seat or by time.
-        share = max(mean * self._block_share + self._half_block, self._seat_share, self._per_pace * token_s)
+        # Of an iteration of a full batch, the largest: by blocks, by seat or by time.
+        share, by_time = mean * self._block_share + self._half_block, self._per_pace * token_s
+        if share < self._seat_share:
+            share = self._seat_share
+        if share < by_time:
+            share = by_time
         return self.step_s * (num_tokens * share) + num_tokens * token_s
 
     def iterations_by_limit(self, num_tokens: float, context: float, prompt_s: float) -> tuple[float, float]:

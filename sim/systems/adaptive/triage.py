@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import accumulate, compress, islice
 from math import ceil, floor, inf, sqrt
 from operator import itemgetter
-from typing import TYPE_CHECKING, ClassVar, NamedTuple, Self
+from typing import TYPE_CHECKING, ClassVar, Final, NamedTuple, Self
 
 from sim.engine.plan import IterationPlan, Origin, StepTimes
 from sim.engine.sequence import Sequence
@@ -41,40 +41,45 @@ if TYPE_CHECKING:
     from sim.engine.scheduler import Scheduler
     from sim.systems.builder import Builder
 
-KEPT, DEFERRED, HOPELESS = range(3)
+KEPT: Final = 0
+DEFERRED: Final = 1
+HOPELESS: Final = 2
 Place = tuple[int, float, int]
 """Class, arrival (s) or price (s), request id."""
 SEQ_OF: Callable[[tuple[Place, Sequence]], Sequence] = itemgetter(1)
 
-TICK_S = 0.2
-TIE_S = 1e-9
-TIE, GOLDEN = 1e-6, (sqrt(5.0) - 1.0) / 2.0
-ARRIVALS = 200
-EVERY = 20
+TICK_S: Final = 0.2
+TIE_S: Final = 1e-9
+TIE: Final = 1e-6
+GOLDEN: Final = (sqrt(5.0) - 1.0) / 2.0
+ARRIVALS: Final = 200
+EVERY: Final = 20
 """The price limit is found anew after every `EVERY` arrivals, of the last `ARRIVALS`."""
-FILL = 0.92
-PACED_FILL = 0.8
+FILL: Final = 0.92
+PACED_FILL: Final = 0.8
 """The same where TPOT limits the batch: no request is parked there until there is time. Chosen by trials."""
-FILL_STEP, MISSED = 0.5, 0.02
+FILL_STEP: Final = 0.5
+MISSED: Final = 0.02
 """What is filled falls by so much for each arrival's worth of those kept that could not start in time, beyond `MISSED`
 of them. Where few are kept each counts no more: else one of three that is late by chance halves the load."""
-LEAST_FILL, MOST_FILL = 0.3, 1.5
-PREFILL_MARGIN = 1.3
+LEAST_FILL: Final = 0.3
+MOST_FILL: Final = 1.5
+PREFILL_MARGIN: Final = 1.3
 """A prompt must fit so many times before the first token's deadline."""
-PACE = 0.9
+PACE: Final = 0.9
 """Of the TPOT, that an iteration is to take at most."""
-SHORT = 0.25
+SHORT: Final = 0.25
 """Share of answers that are too short to lose what is saved of the pace at once."""
-FIRST_ITERATIONS = 2.0
+FIRST_ITERATIONS: Final = 2.0
 """That a first token waits for beside its prompt's own time: the one under way, and the one that computes it."""
-TOO_LATE = "rejected: its first token would come too late"
+TOO_LATE: Final = "rejected: its first token would come too late"
 """As Mooncake's requests are told that are turned away for theirs."""
-MOST_TPOTS = 8
+MOST_TPOTS: Final = 8
 """Of those that arrivals ask for, that are compared."""
-QUIET_S = 10.0
-URGENT = 1 / 3
+QUIET_S: Final = 10.0
+URGENT: Final = 1 / 3
 """Of the TTFT, that prompts may wait before they are urgent, and work before it is too much."""
-FOREVER_S = 1e12
+FOREVER_S: Final = 1e12
 
 
 def first_beyond(values: Iterable[float], limit: float) -> float:
@@ -227,7 +232,8 @@ class Triage(Order):
 
     def rank_s(self, seq: Sequence, outlook: Outlook) -> float:
         """Kept and parked sequences return in this order, and leave in the reverse: price; the impatient before all."""
-        return seq.request.arrival_s - FOREVER_S if self.is_impatient(seq) else outlook.work_s
+        impatient = self.patience_s and self.is_impatient(seq)
+        return seq.request.arrival_s - FOREVER_S if impatient else outlook.work_s
 
     def iteration_s(self) -> float:
         """What an iteration takes, its share of the prompts that are to be expected included: the pace bounds these."""
@@ -268,11 +274,11 @@ class Triage(Order):
         """How long it could stand still and meet its SLOs yet; infinitely little where it is late already."""
         return outlook.due_s - self.scheduler.now_s - outlook.num_left * iteration_s - outlook.prompt_s
 
-    def class_of(self, seq: Sequence, outlook: Outlook, iteration_s: float) -> int:
-        """`KEPT`, `DEFERRED` or `HOPELESS`, by its `outlook`."""
+    def class_of(self, seq: Sequence, outlook: Outlook, laxity_s: float) -> int:
+        """`KEPT`, `DEFERRED` or `HOPELESS`, by its outlook and how lax it is."""
         if self.patience_s and self.is_impatient(seq):
             return KEPT
-        if self.laxity_s(outlook, iteration_s) < 0.0:
+        if laxity_s < 0.0:
             return HOPELESS
         if outlook.work_s > self.price_limit_s:
             return DEFERRED
@@ -391,7 +397,7 @@ class Triage(Order):
     # -- the queue -----------------------------------------------------------------------------------------------------
 
     def _insert(self, seq: Sequence, outlook: Outlook) -> int:
-        kind = self.class_of(seq, outlook, self.iteration_s())
+        kind = self.class_of(seq, outlook, self.laxity_s(outlook, self.iteration_s()))
         key = outlook.work_s if kind == DEFERRED else seq.request.arrival_s
         self._place_at(seq, (kind, key, seq.request.request_id))
         self._keep(seq, outlook)
@@ -459,7 +465,7 @@ class Triage(Order):
         moved: list[tuple[Sequence, Outlook]] = []
         for (old, key, _), seq in self._queue[:hoping]:
             outlook = self.look(seq)
-            kind = self.class_of(seq, outlook, iteration_s)
+            kind = self.class_of(seq, outlook, self.laxity_s(outlook, iteration_s))
             if kind == HOPELESS and old == KEPT and seq.first_token_s < 0.0:
                 self._num_missed += 1
             if kind != old or (kind == DEFERRED and key != outlook.work_s):
