@@ -201,6 +201,8 @@ def _unlike(setup: Setup) -> str | None:
         return f"too few measured rows of {setup.label}"
     if getattr(policy, "enable_lora", False):
         return "no measured rows of adapters"
+    if policy.reads_images:
+        return "no measured rows of images"
     if setup.hardware.name not in _measured_gpus():
         return f"no measured rows of {POLICY} on {setup.hardware.name}"
     if setup.model.gdn is not None or setup.scenario.sparse_attention is not None:
