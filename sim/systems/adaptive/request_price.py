@@ -136,11 +136,11 @@ class RequestPrice:
     def tokens_left(self, seq: Sequence, num_generated: int) -> float:
         """Output tokens that `seq`, with so many, is expected to get yet; at least 1."""
         median = seq.predicted_median_tokens
-        left: float = median - num_generated
+        left = float(median - num_generated)
         if not median:
             left = self.history.left_after(num_generated)
         elif seq.predicted_lower_tokens == median:
-            left = max(1, left)
+            left = max(1.0, left)
         elif left < FEW_LEFT:
             left = max(FEW_LEFT, min(num_generated / 4, MOST_MORE))
         room = self._longest - seq.request.prompt_tokens - num_generated
