@@ -1,16 +1,22 @@
-"""Compiles Triton's kernels for a GPU that is not here: its compiler needs no device, and is stricter than its
+"""Compiles Triton's kernels for GPUs that are not here: its compiler needs no device, and is stricter than its
 interpreter.
 
-`python triton_compiles.py CAPABILITY [all]` compiles the cases that have failed or come near a limit, with `all` every
-case that `-m gpu` runs on a GPU (`triton_cases.py`), and prints each. A process compiles for one GPU: Triton keeps what
-it has compiled by device.
+`python triton_compiles.py` compiles every case that `-m gpu` runs on a GPU (`triton_cases.py`) for each of four GPUs,
+and records which kernels that were (`triton_compiled.txt`). `python triton_compiles.py CAPABILITY` compiles for one
+them all; but where exactly their kernels are on record, only attention that has failed or come near a limit. A process
+compiles for one GPU: Triton keeps what it has compiled by device.
 """
 
+import hashlib
+import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
 import torch
+import triton
+from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime import JITFunction, driver
 
@@ -44,8 +50,11 @@ HARD = {
     90: [("head-of-128", 16, torch.bfloat16, torch.float8_e4m3fn)],
     100: [("head-of-128", 16, torch.bfloat16, torch.float8_e4m3fn)],
 }
-"""Layout, block's tokens, computed type and stored type (None: the same), by compute capability."""
+"""Layout, block's tokens, computed type and stored type (None: the same), by compute capability, where attention has
+failed or come near a limit."""
 FP8_E4M3_FROM = 89
+RECORD = Path(__file__).with_name("triton_compiled.txt")
+"""A line a GPU: how many cases and kernels, with which Triton, and a digest of which kernels. `record` writes it."""
 
 
 class Absent:
@@ -64,9 +73,7 @@ class Absent:
         return 0
 
 
-def cases(capability, everything):
-    if not everything:
-        return HARD[capability]
+def cases(capability):
     stored = [kind for kind in FLOAT8 if kind is not torch.float8_e4m3fn or capability >= FP8_E4M3_FROM]
     return [
         (shape, tokens, computed, kind)
@@ -107,29 +114,73 @@ def compile_case(shape, block_tokens, computed, stored):
         triton_experts.mix(hidden, gate_up, down, torch.ones(tokens, 2), chosen, lambda both: both[:, :96].contiguous())
 
 
+def kernels_of(capability):
+    """Which kernels the cases launch: a digest of all that has a say in how they compile, but Triton itself."""
+    asked = set()
+
+    def note(*, fn, compile, **_):
+        facts = ("signature", "constants", "configs", "num_warps", "num_stages", "enable_fp_fusion")
+        asked.add(f"{fn.name} {fn.jit_function.cache_key} {[compile[name] for name in facts]}")
+        return True  # It need not be compiled.
+
+    knobs.runtime.jit_cache_hook = note
+    for case in cases(capability):
+        compile_case(*case)
+    knobs.runtime.jit_cache_hook = None
+    digest = hashlib.sha256("\n".join((str(SHARED_BYTES[capability]), *sorted(asked))).encode()).hexdigest()
+    counts = f"{len(cases(capability))} cases, {len(asked)} kernels"
+    return f"sm_{capability}: {counts}, Triton {triton.__version__}, {digest[:16]}"
+
+
 def main(capability: int, everything: bool) -> int:
-    """How many cases failed; each is printed with the shared memory that its largest kernel takes."""
+    """1 if a case failed; each is printed with the shared memory that its largest kernel takes, all kernels last."""
     run, failed = JITFunction.run, 0
     shared: list[int] = []
 
     def compile_only(self, *arguments, grid, warmup, **named):
         kernel = run(self, *arguments, grid=grid, warmup=True, **named)
-        shared.append(kernel.metadata.shared)
+        shared.append(kernel.metadata.shared if kernel else 0)
 
     JITFunction.run = compile_only
     driver.set_active(Absent(capability))
-    for case in cases(capability, everything):
+    kernels = kernels_of(capability)
+    recorded = not everything and kernels in RECORD.read_text().splitlines()
+    if recorded:
+        knobs.runtime.jit_cache_hook = lambda *, fn, **_: fn.name != triton_attention._attend.__name__
+    for case in HARD[capability] if recorded else cases(capability):
         shared.clear()
         try:
             compile_case(*case)
-            word = f"{max(shared)} bytes shared, {len(shared)} kernels"
+            word = f"{max(shared)} bytes shared"
             fault = max(shared) > SHARED_BYTES[capability] or len(shared) != 16
         except Exception as error:
             word, fault = f"{type(error).__name__}: {str(error).splitlines()[-1][:200]}", True
-        failed += fault
+        failed |= fault
         print("FAILS" if fault else "compiles", f"sm_{capability}", *case, word, flush=True)
+    print(kernels)
     return failed
 
 
+def record() -> int:
+    """Compile all for all GPUs, two at a time, and record it if no case failed."""
+
+    def compile_all(capability):
+        command = [sys.executable, __file__, str(capability), "all"]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            lines = []
+            for line in process.stdout:
+                print(line, end="", flush=True)
+                lines.append(line)
+        return process.returncode, lines[-1]
+
+    with ThreadPoolExecutor(2) as pool:
+        codes, lines = zip(*pool.map(compile_all, SHARED_BYTES), strict=True)
+    if any(codes):
+        return 1
+    RECORD.write_text("".join(lines))
+    return 0
+
+
 if __name__ == "__main__":
-    sys.exit(min(1, main(int(sys.argv[1]), "all" in sys.argv[2:])))
+    sys.exit(main(int(sys.argv[1]), "all" in sys.argv[2:]) if sys.argv[1:] else record())
