@@ -187,6 +187,16 @@ def test_a_broken_distribution_disturbs_nobody_who_does_not_ask_for_it(install: 
     assert parse_policy("sarathi:order=priority", {})[1].names["order"] == "priority"
 
 
+@pytest.mark.parametrize("entries", [ENTRIES, "[kvtwin.systems]\nsarathi = mine:Mine\n"])
+def test_the_help_says_what_is_broken_and_has_all_else(entries: str, install: Install, capsys):
+    install(entries, "import nowhere")
+    with pytest.raises(SystemExit) as end:
+        main(["run", "--help", "all"])
+    told = capsys.readouterr().out
+    assert end.value.code == 0 and "--layerkv-threshold" in told
+    assert "my-policy" in told.partition("not to be had")[2]
+
+
 def test_of_two_distributions_with_a_name_the_second_is_named(install: Install):
     install()
     install("[kvtwin.systems]\nmine = mine:Other\n", MINE, "their-policy")

@@ -83,12 +83,23 @@ def _name_built_in(_: object, action: argparse.Action) -> None:
 
 
 def _add_flags_of_plugins(parser: argparse.ArgumentParser) -> None:
-    """Those of policies that other distributions bring, for the help and for flags that are not known otherwise."""
-    known = set(POLICIES)
-    read_systems()
+    """Those of policies that other distributions bring, for the help and for flags that are not known otherwise.
+
+    Where one is broken the help says how, and has the others.
+    """
+    known, faults = set(POLICIES), list[UserError]()
+    try:
+        read_systems()
+    except UserError as fault:
+        faults.append(fault)
     for name in POLICIES:
         if name not in known:
-            _add_policy_flags(parser, name)
+            try:
+                _add_policy_flags(parser, name)
+            except UserError as fault:
+                faults.append(fault)
+    for fault in faults:
+        parser.add_argument_group("not to be had", str(fault))
 
 
 def _add_policy_flags(parser: argparse.ArgumentParser, name: str) -> None:
