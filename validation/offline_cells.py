@@ -66,9 +66,8 @@ class ChosenOrder(Triage):
         super().__init__(ttft_slo_s, tpot_slo_s)
         self.chosen = chosen
 
-    def class_of(self, seq: Sequence, outlook: Outlook, iteration_s: float) -> int:
-        in_time = seq.request.request_id in self.chosen and self.laxity_s(outlook, iteration_s) >= 0.0
-        return KEPT if in_time else HOPELESS
+    def class_of(self, seq: Sequence, outlook: Outlook, laxity_s: float) -> int:
+        return KEPT if seq.request.request_id in self.chosen and laxity_s >= 0.0 else HOPELESS
 
     def rank_s(self, seq: Sequence, outlook: Outlook) -> float:
         """Of those with a first token the one that can wait longest leaves first and returns last."""
