@@ -10,14 +10,16 @@ import kvtwin
 
 question = {
     "workload": "azure-conv-2023",
-    "num-prompts": 1000,
+    "num-prompts": 600,
     "clip": 4096,
     "model": "llama-2-7b",
     "gpu": ["l20"],
     "layouts": "engines",
     "tp": 1,
     "kv-cache-dtype": "auto",
-    "max-gpus": 6,
+    "max-num-batched-tokens": 2048,
+    "max-num-seqs": 256,
+    "max-gpus": 4,
     "seeds": 3,
     "slo": ["p99_ttft_ms:3000", "p99_tpot_ms:200"],
 }
