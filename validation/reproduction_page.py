@@ -4,7 +4,7 @@ A paper's table stands from `<!-- reproduce NAME -->` to `<!-- end -->`. Runs th
 it may be the folder of `kvtwin reproduce --out OUT`.
 """
 
-import sys
+import argparse
 from pathlib import Path
 
 from sim.run.folders import owning
@@ -16,7 +16,9 @@ PAGE = Path(__file__).parents[1] / "docs" / "reproduction.md"
 
 
 def main() -> None:
-    folder, page = Path(sys.argv[1]), PAGE.read_text(encoding="utf-8")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path, metavar="OUT")
+    folder, page = parser.parse_args().out, PAGE.read_text(encoding="utf-8")
     with owning(folder):
         found = run_setups(read_setups(), folder, Means())
     for name in dict.fromkeys(one.setup.name for one in found):
