@@ -67,9 +67,8 @@ class Trace:
         self.format = name
         self.options = options
         self.skipped = 0  # rows left out by the latest iteration so far, on request or by the format's rule
-        self.names_adapters = False  # whether a request that was read so far has an adapter
+        self.found: set[str] = set()  # of `images` and `lora`, what a request that was read so far has
         self.adapters_apart = False  # whether prompts of unlike adapters are to have unlike `hash_ids`, as their KV is
-        self.has_images = False  # whether any row read so far has some
 
     def __repr__(self) -> str:
         return f"Trace({str(self.path)!r}, format={self.format!r})"
@@ -98,9 +97,10 @@ class Trace:
         reader, count = self._reader(), 0
         for columns in reader.columns():
             self.skipped = reader.skipped
-            self.has_images |= any(columns.images)
+            if any(columns.images):
+                self.found.add("images")
             if any(columns.loras):
-                self.names_adapters = True
+                self.found.add("lora")
                 if self.adapters_apart:
                     hashes, output_hashes = columns.hashes, columns.output_hashes
                     columns = columns._replace(

@@ -15,6 +15,7 @@ from sim.kv.offload_options import OffloadOptions
 from sim.options.scenario import Scenario
 from sim.options.values import flag
 from sim.parts.batching.lora_options import LoraOptions
+from sim.parts.batching.unified_options import VllmV1Options
 from sim.parts.catalogue import MEMORIES, STAGES
 from sim.parts.options import Conditional, conditional_options
 from sim.parts.stage.hand_over_options import MixedPoolOptions
@@ -273,7 +274,7 @@ def _not_of_the_encoder(policy: Policy, scenario: Scenario) -> list[str]:
     if not policy.reads_images:
         return []
     told = []
-    if not any(getattr(options, "encoder_tokens_per_s", None) for options in (policy, *policy.mixed_options)):
+    if options_among((policy, *policy.mixed_options), VllmV1Options).encoder_tokens_per_s is None:
         told.append("the image encoder takes no time: encoder-tokens-per-s=N is how many tokens yours gives a second")
     if scenario.num_gpu_blocks_override is None:
         told.append(

@@ -1,6 +1,6 @@
 """The requests of a scenario: read or generated, and sent as they arrive or in a closed loop."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from itertools import chain
 from pathlib import Path
 from typing import Protocol
@@ -45,13 +45,8 @@ class ReadTrace(Protocol):
         ...
 
     @property
-    def names_adapters(self) -> bool:
-        """Whether a request that was read so far has an adapter."""
-        ...
-
-    @property
-    def has_images(self) -> bool:
-        """Whether a request that was read so far has images."""
+    def found(self) -> Collection[str]:
+        """Of `images` and `lora`, what a request that was read so far has."""
         ...
 
     def __iter__(self) -> Iterator[Request]:
@@ -74,7 +69,7 @@ def requests_of(setup: Setup, trace: ReadTrace | None = None) -> Iterable[Reques
         trace = open_trace(setup.scenario)
     requests = traffic(setup.scenario, setup.warnings, trace)
     if trace is not None:
-        requests = chain(requests, _on_adapters(trace, setup), _on_images(trace, setup))
+        requests = chain(requests, _not_as_asked(trace, setup))
     elif _serves_adapters(setup):
         setup.warnings.append(NO_ADAPTERS)
     if not setup.limits.enable_prefix_caching and setup.policy.names["memory"] != STORED:
@@ -157,31 +152,26 @@ def _left_out(trace: ReadTrace, warnings: list[str]) -> Iterator[Request]:
     yield from ()
 
 
-def _on_adapters(trace: ReadTrace, setup: Setup) -> Iterator[Request]:
-    """No request: at the end of a trace this says what became of the adapters that it names."""
-    enabled = _serves_adapters(setup)
-    if trace.names_adapters and not enabled:
+def _not_as_asked(trace: ReadTrace, setup: Setup) -> Iterator[Request]:
+    """No request: at the end of a trace this says what of its adapters and images is not simulated."""
+    enabled, named = _serves_adapters(setup), "lora" in trace.found
+    if named and not enabled:
         setup.warnings.append(
             "requests name adapters (lora): their cached prompts are apart, and that is all; --enable-lora of vllm-v1 "
             "says how many run at once (--max-loras) and takes their memory"
         )
-    elif enabled and not trace.names_adapters:
+    elif enabled and not named:
         setup.warnings.append(NO_ADAPTERS)
-    yield from ()
-
-
-def _serves_adapters(setup: Setup) -> bool:
-    return options_among((setup.policy, *setup.policy.mixed_options), LoraOptions).enable_lora
-
-
-def _on_images(trace: ReadTrace, setup: Setup) -> Iterator[Request]:
-    """No request: at the end of a trace this says whether its images are text."""
-    if trace.has_images and not setup.policy.reads_images:
+    if "images" in trace.found and not setup.policy.reads_images:
         setup.warnings.append(
             "images are read as text, which no encoder computes (prefix caches tell them apart): "
             "--policy vllm-v1:max-tokens-per-image=N schedules them"
         )
     yield from ()
+
+
+def _serves_adapters(setup: Setup) -> bool:
+    return options_among((setup.policy, *setup.policy.mixed_options), LoraOptions).enable_lora
 
 
 def _generated(scenario: Scenario) -> Iterator[Request]:

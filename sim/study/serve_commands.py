@@ -81,9 +81,7 @@ def _asked(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         if option.name in UNTOLD_BY_SGLANG or not (sglang or option.is_plain):
             untold.add(option.name)
     for part in policy.mixed_options:
-        given = {
-            f.name: value for f, hint in option_fields(type(part)) if (value := getattr(part, f.name)) != f.default
-        }
+        given = {f.name: value for f, _ in option_fields(type(part)) if (value := getattr(part, f.name)) != f.default}
         asked |= given
         untold |= given.keys()
     theirs = SGLANG_FLAGS if sglang else {}

@@ -1,6 +1,6 @@
 """A trace read once into columns, which workers share: numpy arrays travel between processes without being copied."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice, pairwise, repeat
 from pathlib import Path
@@ -42,9 +42,9 @@ class SharedTrace:
     few: dict[str, tuple[tuple[object, ...], NDArray[np.int64]]]
 
     @property
-    def names_adapters(self) -> bool:
-        """Whether a request has an adapter."""
-        return "lora" in self.few
+    def found(self) -> Collection[str]:
+        """Of `FEW`, what a request has."""
+        return self.few.keys()
 
     @staticmethod
     def read(scenario: Scenario) -> "SharedTrace":
@@ -75,11 +75,6 @@ class SharedTrace:
             if places and places.keys() != {usual[name]}:
                 few[name] = tuple(places), np.array(chosen)
         return SharedTrace(trace.path, trace.format, len(rows), trace.skipped, columns, ids, few)
-
-    @property
-    def has_images(self) -> bool:
-        """Whether any request has some."""
-        return "images" in self.few
 
     def __iter__(self) -> Iterator[Request]:
         for begin in range(0, self.num_requests, BLOCK):

@@ -23,6 +23,7 @@ from sim.engine.predictor import LengthPredictor, NoPredictor, PredictsLengths
 from sim.errors import UserError
 from sim.kv.page_options import PageOptions
 from sim.parts.batching.async_scheduling import AsyncScheduling
+from sim.parts.batching.unified_options import VllmV1Options
 from sim.parts.catalogue import BATCHINGS, EVICTIONS, MEMORIES, STAGES
 from sim.systems.builder import Builder, build_parts, options_among
 
@@ -133,8 +134,8 @@ class Policy(ABC):
     @property
     def reads_images(self) -> bool:
         """Whether it schedules an encoder for the images of prompts."""
-        told = [getattr(options, "max_tokens_per_image", None) for options in (self, *self.mixed_options)]
-        return self.names["batching"] == "unified" and any(told)
+        asked = options_among((self, *self.mixed_options), VllmV1Options).max_tokens_per_image
+        return self.names["batching"] == "unified" and asked is not None
 
     @property
     def schedules_ahead(self) -> bool:

@@ -1,4 +1,4 @@
-"""Adapters (LoRA): who is passed over, by hand; jumped and stepped; their memory; what is refused and told."""
+"""Adapters (LoRA): which request is passed over, by hand; jumped and stepped; memory; what is refused and told."""
 
 from pathlib import Path
 

@@ -358,4 +358,4 @@ def test_prompts_of_unlike_adapters_share_no_blocks(tmp_path: Path) -> None:
     first, second, without, other = (request.hash_ids for request in apart)
     assert first == second and without == (1, 2, 3)
     assert len({*first, *without, *other}) == 9
-    assert apart.names_adapters
+    assert apart.found == {"lora"}
