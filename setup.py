@@ -35,7 +35,7 @@ INTERPRETED = (
     # Classes that msgspec and `runtime_checkable` make.
     "changes", "limits", "predictor",
     # Classes of several bases with attributes, such bases, and what derives from them.
-    "telling", "unified_adapters", "stage/hand_over", "stage/pull", "mixed", "nixl",
+    "telling", "stage/hand_over", "stage/pull", "mixed", "nixl",
 )  # fmt: skip
 """Those of them that stay as they are."""
 TRAITS = ("sim.kv.memory.Swaps", "sim.kv.memory.ReturnsKV")

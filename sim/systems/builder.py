@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from sim.engine.limits import Deployment, Limits
 from sim.errors import UserError
 from sim.kv.offload_options import OffloadOptions
-from sim.parts.catalogue import KINDS, known_part
+from sim.parts.catalogue import KINDS, STAGES, known_part
 from sim.parts.needs import check_needs
 
 if TYPE_CHECKING:
@@ -60,6 +60,15 @@ class Builder:
             raise UserError(
                 "--async-scheduling: drafted tokens are verified in series here: a step knows what the one before it "
                 "accepted; leave it out, or spec-method"
+            )
+
+    def refuse_beside_adapters(self) -> None:
+        """UserError for what does not go with adapters, of which so many at most are in use at once."""
+        stage = self.names["stage"]
+        if self.deployment.role != "both" or STAGES[stage].takes_calls:
+            raise UserError(
+                "--enable-lora: adapters of sequences that come from another engine or return from a tool are not "
+                f"simulated; leave it out, or stage={stage}"
             )
 
     @property

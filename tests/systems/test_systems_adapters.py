@@ -132,7 +132,7 @@ def test_what_becomes_of_adapters_is_told(tmp_path: Path, words: str, lora: str,
     [
         ("vllm-v1:enable-lora=on,max-loras=0", "max-loras"),
         ("vllm-v1:enable-lora=on,max-lora-rank=17", "1, 8, 16, 32"),
-        ("vllm-v1:enable-lora=on,stage=tool-calls", "context has grown"),
+        ("vllm-v1:enable-lora=on,stage=tool-calls", "return from a tool"),
     ],
 )
 def test_what_does_not_go_is_refused(words: str, said: str) -> None:

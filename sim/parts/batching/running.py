@@ -27,6 +27,7 @@ class Running(Batching):
         watermark: share of the blocks kept free when a request is admitted while others run.
         reserve_whole_prompt: admit a request only if it would fit with all tokens known of it.
         schedules_ahead: schedule a step while the one before it runs.
+        max_loras: adapters that may be in use at once; None: as many as there are.
     """
 
     needs: ClassVar[tuple[Need, ...]] = (
@@ -48,8 +49,9 @@ class Running(Batching):
         watermark: float,
         reserve_whole_prompt: bool,
         schedules_ahead: bool = False,
+        max_loras: int | None = None,
     ) -> None:
-        self.schedules_ahead = schedules_ahead
+        self.schedules_ahead, self.max_loras = schedules_ahead, max_loras
         self.threshold, self.adaptive = long_prefill_threshold, adaptive
         self._watermark, self.reserve_whole_prompt = watermark, reserve_whole_prompt
         # An arrival shortens the first chunk of the head, which may fit then.
@@ -71,7 +73,8 @@ class Running(Batching):
         # Whether a decode that neither begins a block nor fills one takes nothing.
         self._takes_whole_blocks = not any(overrides(memory, hook, Memory) for hook in hooks)
         self.by_priority = isinstance(scheduler.order, Priority)
-        self._is_sticky = scheduler.order.sticky
+        # One that arrives may have an adapter with a slot, and those before it not.
+        self._is_sticky = scheduler.order.sticky and self.max_loras is None
 
     def _seat(self, seq: Sequence) -> None:
         """`seq` runs, behind all that do."""

@@ -17,6 +17,7 @@ from sim.parts.batching.unified_options import VllmV1Options
 from sim.parts.catalogue import STAGES, class_at
 
 if TYPE_CHECKING:
+    from sim.engine.scheduler import Scheduler
     from sim.systems.builder import Builder
 
 PROMPT_TOO_LONG = "prompt of max_model_len tokens or more"
@@ -31,6 +32,7 @@ class Unified(Running):
     stops_at_max_model_len = True
     resumes = True
     verifies = True
+    memoized: ClassVar[tuple[str, ...]] = ("_loras", "_seen")
 
     @classmethod
     def build(cls, b: "Builder") -> "Unified":
@@ -42,10 +44,10 @@ class Unified(Running):
             kind = class_at("sim.parts.batching.unified_offloading:UnifiedOffloading")
         more: dict[str, Any] = {}
         if options.enable_lora:
-            kind = class_at(f"sim.parts.batching.unified_adapters:{kind.__name__}Adapters")
+            b.refuse_beside_adapters()
             more["max_loras"] = options.max_loras
         if options.max_tokens_per_image is not None:
-            if kind is not cls:
+            if kind is not cls or options.enable_lora:
                 raise UserError(
                     "max-tokens-per-image: not simulated beside drafts, --enable-lora and --kv-offloading-size; leave "
                     "one of them out"
@@ -61,6 +63,14 @@ class Unified(Running):
             **more,
         )
 
+    def bind(self, scheduler: "Scheduler") -> None:
+        super().bind(scheduler)
+        self._passed: list[Sequence] = []
+        """Requests that cannot start in this step, though those behind them may, in order."""
+        self._loras: set[str] = set()
+        """Adapters in use when so many sequences had been seated and so many of them ran (`_seen`)."""
+        self._seen = (0, 0)
+
     def refusal(self, seq: Sequence) -> str | None:
         return PROMPT_TOO_LONG if seq.num_tokens >= self.max_model_len else None
 
@@ -72,6 +82,8 @@ class Unified(Running):
         preempted = self.eviction.requeue_victims()
         if waiting and not preempted:
             self._admit(plan, now_s, budget)
+            if self._passed:
+                self._put_back()
         plan.cut_on_arrival = not (waiting and self._is_sticky) or self._arrivals_help
         if self.record is not None and not preempted:
             self._note(plan, ())
@@ -81,16 +93,18 @@ class Unified(Running):
     def _admit(self, plan: IterationPlan, now_s: float, budget: int) -> None:
         """Requests that wait, in order, until one of them finds no room."""
         order, memory = self.order, self.paged
-        longest = self._longest_chunk()
+        longest, has_slots = self._longest_chunk(), self.max_loras is not None
         while budget > 0 and order.waiting and len(self.running) < self.max_num_seqs:
             seq = order.head()
+            if has_slots and self._passes_over(seq):
+                continue
             cached = 0
             if self._caches:
                 memory.look_up(seq)
                 cached = memory.cached_tokens(seq)
             chunk = self._cut_chunk(seq, cached, min(seq.num_tokens - cached, min(longest, budget)))
             if not chunk:
-                if self._set_aside(seq):
+                if self._passes_over(seq):
                     continue
                 return
             keep_free = self.watermark_blocks if self.running else 0
@@ -103,9 +117,28 @@ class Unified(Running):
             budget -= chunk
             self._start(plan, seq, cached, chunk, now_s)
 
-    def _set_aside(self, seq: Sequence) -> bool:
-        """The head can compute nothing in this step: whether it is taken out, so that those behind it may start."""
-        return False
+    def _passes_over(self, seq: Sequence) -> bool:
+        """Whether the head cannot start in this step and those behind it may: it is taken out until the step ends."""
+        passes = self._must_wait(seq)
+        if passes:
+            self._passed.append(self.order.pop())
+        return passes
+
+    def _must_wait(self, seq: Sequence) -> bool:
+        """Whether its adapter has no slot beside those of all that run."""
+        lora = seq.request.lora
+        if not lora or self.max_loras is None:
+            return False
+        seen = self._num_seated, len(self.running)
+        if seen != self._seen:
+            self._seen = seen
+            self._loras = {each.request.lora for each in self.running if each.request.lora}
+        return len(self._loras) >= self.max_loras and lora not in self._loras
+
+    def _put_back(self) -> None:
+        """What this step has passed over is in its place again."""
+        self.order.put_back(self._passed[::-1])
+        self._passed = []
 
     def _finds_room(self, seq: Sequence, num_tokens: int, keep_free: int) -> bool:
         """Look at the head: whether it can start with so many tokens computed."""

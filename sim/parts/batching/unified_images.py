@@ -74,7 +74,6 @@ class UnifiedImages(Unified):
         self._wanted: Encoding | None = None
         self._encoding: dict[Sequence, int] = {}
         """Tokens that the encoder computes in this step."""
-        self._passed: list[Sequence] = []
         # Whether a request that waits may need other images in the next step, though nothing seems to happen.
         self._unsure = False
         self._referring: list[tuple[Sequence, bool]] = []
@@ -170,16 +169,10 @@ class UnifiedImages(Unified):
 
     def _admit(self, plan: IterationPlan, now_s: float, budget: int) -> None:
         super()._admit(plan, now_s, budget)
-        if self._passed:
-            self._unsure = True
-            self.order.put_back(self._passed[::-1])
-            self._passed = []
+        self._unsure |= bool(self._passed)
 
-    def _set_aside(self, seq: Sequence) -> bool:
-        if self._wanted is None:
-            return False
-        self._passed.append(self.order.pop())
-        return True
+    def _must_wait(self, seq: Sequence) -> bool:
+        return self._wanted is not None
 
     def _finds_room(self, seq: Sequence, num_tokens: int, keep_free: int) -> bool:
         found = super()._finds_room(seq, num_tokens, keep_free)

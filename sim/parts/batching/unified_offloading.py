@@ -77,6 +77,8 @@ class UnifiedOffloading(Unified):
         preempted = self.eviction.requeue_victims()
         if not preempted and budget > 0:
             self._admit(plan, now_s, budget)
+            if self._passed:
+                self._put_back()
         if self.record is not None and not preempted:
             self._note(plan, ())
         told = connector.build(plan, scheduler.beside, lambda: self._scheduled(plan))
@@ -107,13 +109,14 @@ class UnifiedOffloading(Unified):
         """First those that hold blocks, then those that wait; both until one of them finds no room."""
         budget = self._admit_loaded(plan, now_s, budget)
         order, memory, connector = self.order, self.paged, self.connector
-        passed: list[Sequence] = []
         longest = self._longest_chunk()
         while not self._stopped and order.waiting:
             if budget <= 0 or len(self.running) >= self.max_num_seqs:
                 self._stopped = True
                 break
             seq = order.head()
+            if self._passes_over(seq):
+                continue
             if not memory.ever_fits(seq, 0):
                 self.scheduler.ignore(order.pop(), NEVER_FITS)
                 continue
@@ -121,7 +124,7 @@ class UnifiedOffloading(Unified):
             cached = memory.cached_tokens(seq)
             external = connector.lookup(seq, cached)
             if external is None:
-                passed.append(order.pop())
+                self._passed.append(order.pop())
                 self._unsure = True
                 continue
             chunk = min(seq.num_tokens - cached, longest, budget)
@@ -141,8 +144,6 @@ class UnifiedOffloading(Unified):
             else:
                 budget -= chunk
                 self._start(plan, seq, cached, chunk, now_s)
-        if passed:
-            order.put_back(passed[::-1])
 
     def _admit_loaded(self, plan: IterationPlan, now_s: float, budget: int) -> int:
         """Those whose loads are seen to have ended; returns what is left of the budget."""
@@ -161,7 +162,7 @@ class UnifiedOffloading(Unified):
                 seq.num_computed = num_computed
             elif seq.num_computed < self.kv_holding[seq]:
                 continue
-            if self._is_beyond(seq):
+            if self._must_wait(seq):
                 continue
             chunk = min(seq.num_tokens - seq.num_computed, longest, budget)
             tokens = seq.num_computed + chunk
@@ -180,10 +181,6 @@ class UnifiedOffloading(Unified):
                 memory.take_chunk(seq, tokens)
             self._run(plan, seq, chunk, now_s, decodes=decodes)
         return budget
-
-    def _is_beyond(self, seq: Sequence) -> bool:
-        """Whether `seq`, which has loaded, has an adapter that has no slot."""
-        return False
 
     @property
     def _keep_free(self) -> int:

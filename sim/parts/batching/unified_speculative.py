@@ -162,6 +162,8 @@ class UnifiedSpeculative(Unified):
             if self._input_left <= spec.input_slots:
                 return
             seq = order.head()
+            if self._passes_over(seq):
+                continue
             cached = 0
             if self._caches:
                 memory.look_up(seq)
