@@ -141,6 +141,8 @@ class Order(Part, ABC):
 
     sticky: ClassVar[bool]
     """Whether no arrival can overtake a head that was refused."""
+    follows_all: ClassVar[bool] = False
+    """Whether it keeps something of each sequence that runs, and so must have met it in its queue."""
     waiting: Sized
     """As long as there are sequences that wait, true if there are any: the order itself, or what is quicker to ask."""
 

@@ -33,6 +33,7 @@ POLICIES += ["sarathi:stage=hand-over,eviction=swap"]
 POLICIES += ["vllm-v1:stage=hand-over", "vllm-v1:stage=hand-over,async-scheduling=true"]
 POLICIES += [f"vllm-v1:stage=hand-over,async-scheduling=true,{more}=true" for more in ("blocking-pull", "layer-wise")]
 POLICIES += ["vllm-v1:stage=nixl", "vllm-v1:stage=nixl,async-scheduling=true"]
+POLICIES += ["distserve:order=priority,eviction=recompute", "splitwise:order=shortest-prefill", "distserve:order=lpm"]
 
 
 def links_busy_s(outcome: ClusterOutcome, name: str) -> float:

@@ -32,8 +32,7 @@ class Pull(Stage):
     name: ClassVar[str] = "hand-over"
     needs: ClassVar[tuple[Need, ...]] = (
         Need("memory", "moves whole blocks between engines", offers="can_receive"),
-        # A sequence from elsewhere never stood in the queue, and other orders must know each that runs from there.
-        Need("order", "decodes in the order in which KV comes", offers="sticky"),
+        Need("order", "decodes sequences that never stood in this queue", lacks="follows_all"),
     )
     pulls: ClassVar[bool] = True
 

@@ -119,6 +119,7 @@ class Triage(Order):
     name: ClassVar[str] = "triage"
     options: ClassVar[type | None] = AdaptiveOptions
     sticky: ClassVar[bool] = False
+    follows_all: ClassVar[bool] = True
     memoized = ("_num_decodes", "_context_tokens", "_decodes_s", "_outlooks")
 
     def __init__(self, ttft_slo_s: float, tpot_slo_s: float, patience_s: float = 0.0, *, refuses: bool = False) -> None:

@@ -40,6 +40,7 @@ class Mlfq(Order):
     name: ClassVar[str] = "mlfq"
     options: ClassVar[type | None] = MlfqOptions
     sticky: ClassVar[bool] = False
+    follows_all: ClassVar[bool] = True
 
     def __init__(
         self,
