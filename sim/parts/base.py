@@ -39,6 +39,7 @@ refusals and tables of what goes together are derived from these. `sim.parts.cat
 """
 
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Iterable, Iterator, Sized
 from math import inf
 from typing import TYPE_CHECKING, ClassVar, Literal
@@ -280,6 +281,9 @@ class Stage(Part, ABC):
     """Whether prefilled sequences leave for another engine: they stand in `prefilled` until that is told."""
     pulls: ClassVar[bool] = False
     """Whether sequences that were prefilled elsewhere can be offered."""
+    pulls_within_steps: ClassVar[bool] = False
+    """Whether batching seats those in `landed` and has the next ones pulled, as requests that wait."""
+    landed: deque[Sequence]
     takes_calls: ClassVar[bool] = False
     """Whether sequences may call tools."""
     drafts: ClassVar[bool] = False
@@ -292,6 +296,10 @@ class Stage(Part, ABC):
 
     def offer(self, seq: Sequence) -> None:
         """Another engine has prefilled `seq` and holds its KV."""
+        raise NotImplementedError
+
+    def pull(self, keep_free: int) -> None:
+        """Pull what is offered, in order, as long as that leaves so many blocks free."""
         raise NotImplementedError
 
     def continued(self, seq: Sequence) -> Sequence:

@@ -70,6 +70,7 @@ class Unified(Running):
         self._loras: set[str] = set()
         """Adapters in use when so many sequences had been seated and so many of them ran (`_seen`)."""
         self._seen = (0, 0)
+        self._pulls = scheduler.stage.pulls_within_steps
 
     def refusal(self, seq: Sequence) -> str | None:
         return PROMPT_TOO_LONG if seq.num_tokens >= self.max_model_len else None
@@ -80,8 +81,11 @@ class Unified(Running):
         waiting = self.order.waiting
         budget = self._run_running(plan)
         preempted = self.eviction.requeue_victims()
-        if waiting and not preempted:
-            self._admit(plan, now_s, budget)
+        if not preempted:
+            if self._pulls:
+                self._admit_beside_pulls(plan, now_s, budget)
+            elif waiting:
+                self._admit(plan, now_s, budget)
             if self._passed:
                 self._put_back()
         plan.cut_on_arrival = not (waiting and self._is_sticky) or self._arrivals_help
@@ -89,6 +93,24 @@ class Unified(Running):
             self._note(plan, ())
         if not plan.chunks and not self.partials and not preempted and not self.scheduler.last_in_flight:
             self.scheduler.allow_jump(plan)
+
+    def _admit_beside_pulls(self, plan: IterationPlan, now_s: float, budget: int) -> None:
+        """Sequences whose KV came from another engine, then requests that wait, then pulls: vLLM's order."""
+        memory, stage = self.paged, self.scheduler.stage
+        while budget > 0 and stage.landed:
+            if (self.running and self.watermark_blocks > memory.gpu.free) or self.resume(stage.landed[0]) is not None:
+                break
+            seq = stage.landed.popleft()
+            # The last token's KV came, too, and is computed again.
+            seq.num_computed = seq.num_tokens - 1
+            self._continue(plan, seq, 1)
+            budget -= 1
+        if self.order.waiting:
+            self._admit(plan, now_s, budget)
+        if plan.prefill_tokens + plan.num_decodes < self.budget:
+            keep_free = self.watermark_blocks if self.running else 0
+            # Half-done prompts are to find room for what is left of them.
+            stage.pull(keep_free + sum(memory.blocks_missing(seq, seq.num_tokens) for seq in self.partials))
 
     def _admit(self, plan: IterationPlan, now_s: float, budget: int) -> None:
         """Requests that wait, in order, until one of them finds no room."""

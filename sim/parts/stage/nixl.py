@@ -53,6 +53,7 @@ class NixlPull(Pull):
     """Of an engine that decodes."""
 
     name: ClassVar[str] = "nixl"
+    pulls_within_steps: ClassVar[bool] = True
     needs: ClassVar[tuple[Need, ...]] = (
         *Pull.needs,
         Need("batching", "computes a prompt's last token again, in vLLM v1's way", offers="is_unified"),
@@ -61,15 +62,8 @@ class NixlPull(Pull):
     def __init__(self) -> None:
         super().__init__(waiting_share=1.0)
 
-    def _seat(self) -> None:
-        while self.landed:
-            seq = self.landed[0]
-            seq.num_computed = seq.num_tokens - 1
-            if self.scheduler.batching.resume(seq) is not None:
-                break
-            # The last token's KV came, too.
-            self.memory.publish(seq, seq.num_tokens)
-            self.landed.popleft()
+    def prepare(self, now_s: float) -> None:
+        """Nothing: batching asks, when those that run have their blocks."""
 
     def _sent_tokens(self, seq: Sequence) -> int:
         # The whole prompt's, though its last token is computed again.

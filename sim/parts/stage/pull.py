@@ -69,7 +69,10 @@ class Pull(Stage):
 
     def prepare(self, now_s: float) -> None:
         self._seat()
-        memory, keep_free = self.memory, self.scheduler.admission.keep_free
+        self.pull(self.scheduler.admission.keep_free)
+
+    def pull(self, keep_free: int) -> None:
+        memory = self.memory
         while self.offered and not self._holds_back():
             seq = self.offered[0]
             if memory.ever_fits(seq, keep_free):
