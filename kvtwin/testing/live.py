@@ -195,19 +195,18 @@ def check(policy: Policy) -> None:
     if policy.can_cache_prefixes:
         hit_tokens = 0
         # A sequence that shares only with running ones finds them in a larger pool.
-        for chunked, gpu in ((False, 16), (True, 16), (False, 60)):
-            arrivals = alike(requests(*ALIKE[:10]))
-            limit = replace(tight_limits(policy, chunked=chunked, gpu=gpu, host=36), enable_prefix_caching=True)
-            served = serve(policy, arrivals, limit)
+        for limit in {tight_limits(policy, chunked=c, gpu=gpu, host=36) for c, gpu in ((0, 16), (1, 16), (0, 60))}:
+            arrivals = alike(requests(*ALIKE[:8]))
+            served = serve(policy, arrivals, replace(limit, enable_prefix_caching=True))
             assert len(check_tokens(served, arrivals)) == len(arrivals)
             hit_tokens += served.counters.prefix_hit_tokens
         assert hit_tokens
+    # Of chunks, seats and copies in the computation's thread each pair of choices is met.
     for rows, chunked, seqs, inline in (
-        (ROWS[:10], False, 6, False),
-        (ROWS[:10], True, 2, False),
-        (ROWS[:10], True, 6, True),
-        (GROWING[:8], False, 2, True),
-        (GROWING[:8], True, 6, False),
+        (ROWS[:8], False, 6, False),
+        (ROWS[:8], True, 2, False),
+        (GROWING[:7], False, 2, True),
+        (GROWING[:7], True, 6, True),
     ):
         arrivals = requests(*rows)
         limit = tight_limits(policy, chunked=chunked, host=36, seqs=seqs)

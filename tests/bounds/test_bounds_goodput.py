@@ -217,6 +217,11 @@ MACHINES = {
 }
 
 
+@cache
+def machine_of(name):
+    return MACHINES[name]()
+
+
 @pytest.mark.parametrize("name", MACHINES)
 @settings(max_examples=60, deadline=None)
 @given(
@@ -224,7 +229,7 @@ MACHINES = {
     contexts=st.lists(st.integers(1, 5000), max_size=40),
 )
 def test_no_iteration_is_cheaper_than_its_linear_prices(name, prompts, contexts):
-    cost, plan = MACHINES[name]().cost, IterationPlan()
+    cost, plan = machine_of(name).cost, IterationPlan()
     attention_s = 0.0
     for new, cached in prompts:
         seq = Sequence(Request(0, 0.0, new + cached, 2))

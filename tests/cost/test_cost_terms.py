@@ -5,6 +5,7 @@ What each term adds is worked out in a file of its own.
 
 import json
 from dataclasses import replace
+from functools import cache
 
 import pytest
 from hypothesis import given, settings
@@ -14,7 +15,7 @@ from msgspec import structs
 from kvtwin.testing import conformance, limits, requests
 from kvtwin.testing.conformance import limits_of
 from kvtwin.testing.engines import roofline_machine
-from sim.bounds.step_price import step_prices
+from sim.bounds.step_price import LinearPrice, step_prices
 from sim.cost.changed_profile import changed
 from sim.cost.profile import (
     EXPERT_QUANTIZATIONS,
@@ -53,6 +54,7 @@ TERMS = {
 }
 
 
+@cache
 def cost_of(name: str, tp: int = 1, change: str = "") -> RooflineCost:
     model, profile = TERMS[name]
     profile = changed(profile, change) if change else profile
@@ -74,6 +76,11 @@ def test_jumps_are_as_steps(name, policy, blocks):
     conformance.check_jumps(POLICIES[policy](), conformance.Workload(arrivals, limit, machine))
 
 
+@cache
+def prices_of(name: str, tp: int) -> list[LinearPrice]:
+    return step_prices(cost_of(name, tp), 16, 1000)
+
+
 @pytest.mark.parametrize("name", TERMS)
 @settings(max_examples=30, deadline=None)
 @given(tp=st.sampled_from([1, 8]), prompt=st.integers(0, 6000), decodes=st.integers(0, 300))
@@ -86,7 +93,7 @@ def test_bounds_stay_below(name, tp, prompt, decodes):
     plan.num_decodes, plan.decode_context_tokens = decodes, 100 * decodes
     if decodes > 1 and cost.follows_longest:
         plan.decode_longest_tokens = 150
-    least_s = max(price.least_s(plan, 0.0) for price in step_prices(cost, 16, 1000))
+    least_s = max(price.least_s(plan, 0.0) for price in prices_of(name, tp))
     assert least_s <= 1.0000001 * cost.iteration_s(plan)
     # And not by far: what experts take at the least is in it.
     if prompt > 3000 and name.endswith("experts"):

@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 from runtime_mistakes import check_failures, failing_copies
-from runtime_variants import COPYING, LIVE, VARIANTS, policy_of
+from runtime_variants import CONTIGUOUS, COPYING, RETAINED, TIERED, VARIANTS, policy_of
 
 from gpu_runtime.model.decoder import Decoder
 from kvtwin.testing import live, requests
@@ -64,7 +64,7 @@ def test_memory_that_runs_out_in_the_middle_of_a_pass_leaves_no_copy_behind(monk
         return right(self, *arguments, **named)
 
     monkeypatch.setattr(type(layer), "forward", sometimes)
-    served = [serve(variant) for variant in LIVE]
+    served = [serve(variant) for variant in (*COPYING, *TIERED, *RETAINED, CONTIGUOUS, "hcache", "kvpr")]
     monkeypatch.undo()
     for run in served:
         assert len(check(run)) < len(ROWS)

@@ -29,7 +29,7 @@ from kvtwin.testing import live, requests
 from kvtwin.testing.live import ALIKE, ROWS, CheckedDevice, small_decoder, tight_limits
 from sim.kv.tiers.worth import Worth
 
-SOME = ROWS[:8]
+SOME = ROWS[:6]
 
 
 def moved(weights):
@@ -83,20 +83,20 @@ def ahead(patch):
 def tiered(patch):
     """KV of ended turns comes back layer by layer."""
     patch.setattr(Worth, "load_s", lambda self, num_blocks: 0.0)
-    policy, arrivals = policy_of("cachedattention:disk-space=0"), host_tier.spread(ALIKE[:10])
+    policy, arrivals = policy_of("cachedattention:disk-space=0"), host_tier.spread(ALIKE[:8])
     return live.serve(policy, arrivals, tight_limits(policy, gpu=18, host=40)), arrivals
 
 
 def turns(patch):
     """KV is made from states of ended turns."""
-    arrivals = host_tier.spread(ALIKE[:10])
+    arrivals = host_tier.spread(ALIKE[:8])
     return turn_states.serve(patch, arrivals=arrivals), arrivals
 
 
 def retained(patch):
     """Chunks leave for the host, some give way before they are there, and come back with gaps."""
     patch.setattr(Worth, "load_s", lambda self, num_blocks: 0.0)
-    policy, arrivals = policy_of("pensieve:swap-out-threshold=0.8"), host_tier.spread(ALIKE[:10], gap_s=0.0)
+    policy, arrivals = policy_of("pensieve:swap-out-threshold=0.8"), host_tier.spread(ALIKE[:8], gap_s=0.0)
     return live.serve(policy, arrivals, tight_limits(policy, gpu=17, host=60, seqs=3)), arrivals
 
 

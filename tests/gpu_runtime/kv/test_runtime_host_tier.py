@@ -146,7 +146,7 @@ def failing(monkeypatch, method, chance):
 
 def serve_unchecked(variant):
     """Serve so much that most of what comes again is on the host; plans do not know of copies that fail."""
-    policy, arrivals = policy_of(variant), spread(ALIKE * 3)
+    policy, arrivals = policy_of(variant), spread(ALIKE * 2)
     limit = tight_limits(policy, gpu=18, host=40 if variant in RETAINED else 60)
     return live.serve(policy, arrivals, limit, kind=TorchDevice), arrivals
 
@@ -269,7 +269,7 @@ def test_blocks_of_one_that_failed_are_computed_by_what_would_load_them():
 @pytest.mark.usefixtures("worthwhile")
 @pytest.mark.parametrize("variant", TIERED)
 def test_what_ran_out_of_memory_is_not_kept_on_the_host(variant):
-    policy, arrivals = policy_of(variant), spread(ALIKE * 3)
+    policy, arrivals = policy_of(variant), spread(ALIKE * 2)
     with running_out(Decoder, "forward", 0.3):
         served = live.serve(policy, arrivals, tight_limits(policy, gpu=18, host=60), kind=TorchDevice)
     completed = live.check_tokens(served, arrivals)

@@ -143,7 +143,7 @@ def test_a_wrong_plan_is_found_out(monkeypatch, mistake):
 
 @pytest.mark.parametrize("split", [SPLIT, LayerSplit(0, 2, 2), LayerSplit(0, 0, 4)], ids=str)
 def test_states_that_cannot_be_copied_are_computed_and_end_nothing(monkeypatch, split):
-    arrivals = spread(ALIKE * 3)
+    arrivals = spread(ALIKE * 2)
     with failing_copies("copy_rows", 0.1):
         served = serve(monkeypatch, split, arrivals, kind=TorchDevice)
     assert len(live.check_tokens(served, arrivals)) == len(arrivals)
@@ -152,7 +152,7 @@ def test_states_that_cannot_be_copied_are_computed_and_end_nothing(monkeypatch, 
 
 
 def test_a_restore_for_which_there_is_no_memory_is_computed(monkeypatch):
-    arrivals, failed, right = spread(ALIKE * 3), [], TurnStates.failed
+    arrivals, failed, right = spread(ALIKE * 2), [], TurnStates.failed
     monkeypatch.setattr(TurnStates, "failed", lambda self, *why: failed.append(why) or right(self, *why))
     with running_out(DecoderLayer, "restore_kv", 0.3):
         served = serve(monkeypatch, arrivals=arrivals)
@@ -161,7 +161,7 @@ def test_a_restore_for_which_there_is_no_memory_is_computed(monkeypatch):
 
 
 def test_what_ran_out_of_memory_is_no_sequence_s_state(monkeypatch):
-    arrivals = spread(ALIKE * 3)
+    arrivals = spread(ALIKE * 2)
     with running_out(Decoder, "forward", 0.3):
         served = serve(monkeypatch, arrivals=arrivals, kind=TorchDevice)
     assert 0 < len(live.check_tokens(served, arrivals)) < len(arrivals)

@@ -25,11 +25,12 @@ from sim.systems.ellm.batch_and_ratio import BatchAndRatio
 from sim.systems.ellm.equations import CONFIGURATIONS
 from sim.systems.ellm.solver import Batch
 
+SOME = GROWING[:7]
 LAYERS = 16
 """Of the decoder: more than the widest configuration has in scratch."""
 
 
-def serve(monkeypatch, choices, rows=GROWING, *, layers_per_block=2, blind=False, **sizes):
+def serve(monkeypatch, choices, rows=SOME, *, layers_per_block=2, blind=False, **sizes):
     """Serve with the first feasible configuration and the least ratio of those that `choices` gives, step by step.
 
     Where `blind`, they are chosen as if the host had room for everything.
@@ -72,9 +73,9 @@ def records(served):
 )
 def test_uncached_tokens_come_back_in_every_configuration(monkeypatch, configuration, least):
     served = serve(monkeypatch, repeat(((configuration,), least)))
-    assert len(live.check_tokens(served, requests(*GROWING))) == len(GROWING)
+    assert len(live.check_tokens(served, requests(*SOME))) == len(SOME)
     found = records(served)
-    assert len(found) > 40
+    assert len(found) > 30
     assert {record.recomputed for record in found} == {tuple(range(configuration.recomputed_layers(LAYERS)))}
     hosted = -((LAYERS - configuration.recomputed_layers(LAYERS)) // -2)
     for record in found:
@@ -96,8 +97,8 @@ def test_those_that_compute_again_go_together_as_long_as_they_fit(monkeypatch):
 
     monkeypatch.setattr(RebuildingPass, "_together", noted)
     monkeypatch.setattr(device_memory, "UncachedTokens", Small)
-    served = serve(monkeypatch, repeat(((most_again,), 1.0)), GROWING[:6])
-    assert len(live.check_tokens(served, requests(*GROWING[:6]))) == 6
+    served = serve(monkeypatch, repeat(((most_again,), 1.0)), SOME[:6])
+    assert len(live.check_tokens(served, requests(*SOME[:6]))) == 6
     assert all(len(part) == 1 or sum(part) <= most for part in parts)
     assert any(len(part) > 1 for part in parts) and any(sum(part) == most for part in parts if len(part) > 1)
     passes = [[tokens for _, tokens in record.tokens] for record in records(served)]
@@ -108,7 +109,7 @@ def test_those_that_compute_again_go_together_as_long_as_they_fit(monkeypatch):
 @pytest.mark.parametrize("seed", range(3))
 def test_both_may_change_in_every_step(monkeypatch, seed):
     served = serve(monkeypatch, at_random(seed))
-    assert len(live.check_tokens(served, requests(*GROWING))) == len(GROWING)
+    assert len(live.check_tokens(served, requests(*SOME))) == len(SOME)
     found = records(served)
     assert len({record.recomputed for record in found}) > 1
     assert any(record.num_written for record in found)
@@ -123,7 +124,7 @@ def test_both_may_change_in_every_step(monkeypatch, seed):
 
 def test_what_the_host_has_no_room_for_is_computed_again(monkeypatch):
     served = serve(monkeypatch, at_random(0), host=14, blind=True)
-    assert len(live.check_tokens(served, requests(*GROWING))) == len(GROWING)
+    assert len(live.check_tokens(served, requests(*SOME))) == len(SOME)
     own = {configuration.recomputed_layers(LAYERS) for configuration in CONFIGURATIONS}
     assert any(len(record.recomputed) not in own for record in records(served))
 
@@ -195,7 +196,7 @@ def test_a_wrong_plan_is_found_out(monkeypatch, mistake):
 def test_copies_that_fail_end_those_whose_kv_they_carry(monkeypatch):
     with failing_copies("copy_blocks", 0.01):
         served = serve(monkeypatch, at_random(2), inline=False)
-    check_failures(served, GROWING, "the link is down")
+    check_failures(served, SOME, "the link is down")
 
 
 def test_a_pass_that_does_not_fit_is_computed_in_parts(monkeypatch):
@@ -208,13 +209,13 @@ def test_a_pass_that_does_not_fit_is_computed_in_parts(monkeypatch):
 
     monkeypatch.setattr(DecoderLayer, "attend", small_memory)
     served = serve(monkeypatch, repeat((CONFIGURATIONS[:1], 1.0)))
-    assert len(live.check_tokens(served, requests(*GROWING))) == len(GROWING)
+    assert len(live.check_tokens(served, requests(*SOME))) == len(SOME)
 
 
 def test_memory_that_runs_out_between_the_layers_leaves_no_copy_behind(monkeypatch):
     with running_out(DecoderLayer, "restore_kv", 0.1):
         served = serve(monkeypatch, at_random(3), inline=False)
-    check_failures(served, GROWING, "out of memory")
+    check_failures(served, SOME, "out of memory")
 
 
 # -- what is refused -------------------------------------------------------------------------------------------------

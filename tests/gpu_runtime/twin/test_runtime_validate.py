@@ -3,9 +3,6 @@
 import csv
 import json
 import signal
-import subprocess
-import sys
-import time
 from dataclasses import replace
 from statistics import median
 from types import SimpleNamespace
@@ -17,6 +14,7 @@ from runtime_variants import policy_of
 from small_results import small_result
 
 import kvtwin
+from gpu_runtime.instance import LiveInstance
 from gpu_runtime.live import LiveOptions
 from gpu_runtime.machine.live_memory import fit_to_machine
 from gpu_runtime.twin import probe
@@ -28,7 +26,6 @@ from sim.files import folder_name
 from sim.options.policies import parse_policy
 from sim.options.scenario import Scenario
 from sim.run.files import simulate
-from sim.run.folders import NEW
 from sim.run.prepare import GIB, prepare
 from sim.systems import POLICIES
 from traces.request import Request
@@ -353,7 +350,8 @@ def test_a_rate_that_a_device_does_not_read_is_said(tmp_path, capsys):
     config, out = tmp_path / "config.json", tmp_path / "out"
     config.write_text(json.dumps(CONFIG))
     words = ["live", "--device", "cpu", "--model", str(config), "--workload", "fixed", "--num-prompts", "1"]
-    words += ["--input-len", "8", "--output-len", "4", "--num-gpu-blocks-override", "64", "--out", str(out)]
+    words += ["--input-len", "8", "--output-len", "4", "--num-gpu-blocks-override", "64", "--swap-space", "0"]
+    words += ["--out", str(out)]
     told = []
     for rate in ("", ",acceptance-rate=0.5"):
         assert kvtwin.main([*words, "--policy", f"vllm-v1:spec-method=ngram,spec-tokens=2{rate}"]) == 0, (
@@ -388,29 +386,22 @@ def test_a_simulation_that_ends_early_ends_the_command(tmp_path, capsys, monkeyp
     assert not (out / "layerkv" / "live-1").exists()
 
 
-@pytest.mark.parametrize(
-    # Results are written beside those of before.
-    ("command", "place", "begins"),
-    [("live", "", ".kvtwin.lock"), ("validate", "layerkv/live-1", f"{NEW}/layerkv/live-1")],
-)
-def test_sigterm_leaves_what_is_finished(tmp_path, command, place, begins):
-    config, out = tmp_path / "config.json", tmp_path / "out"
+@pytest.mark.parametrize(("command", "place"), [("live", ""), ("validate", "layerkv/live-1")])
+def test_sigterm_leaves_what_is_finished(tmp_path, monkeypatch, command, place):
+    config, out, end, ended = tmp_path / "config.json", tmp_path / "out", LiveInstance._end, []
     config.write_text(json.dumps(CONFIG))
+
+    def terminated_after_three(self, seq):
+        end(self, seq)
+        ended.append(seq)
+        if len(ended) == 3:
+            signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(LiveInstance, "_end", terminated_after_three)
+    monkeypatch.setattr("gpu_runtime.twin.probe.machine_slowness", lambda *_: 1.0)
     words = ["--device", "cpu", "--model", str(config), "--gpu", "cpu", "--workload", "fixed", "--input-len", "12"]
-    words += ["--output-len", "6", "--request-rate", "10", "--num-prompts", "1000", "--swap-space", "0.01"]
+    words += ["--output-len", "6", "--request-rate", "50", "--num-prompts", "100", "--swap-space", "0.01"]
     words += ["--max-model-len", "64", "--num-gpu-blocks-override", "90", "--policy", "layerkv", "--quiet"]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "kvtwin", command, *words, "--out", str(out)], stderr=subprocess.PIPE, text=True
-    )
-    try:
-        while not (out / begins).exists() and process.poll() is None:
-            time.sleep(0.05)
-        time.sleep(5)  # Some complete; all take 100 seconds.
-        process.send_signal(signal.SIGTERM)
-        _, errors = process.communicate(timeout=30)
-    finally:
-        process.kill()
-    assert process.returncode == 143, errors
+    assert kvtwin.main([command, *words, "--out", str(out)]) == 143
     result = json.loads((out / place / "result.json").read_text())
-    assert result["complete"] is False
-    assert 0 < result["completed"] < 1000
+    assert (result["complete"], result["completed"]) == (False, 3)
