@@ -195,7 +195,8 @@ def check(policy: Policy) -> None:
     if policy.can_cache_prefixes:
         hit_tokens = 0
         # A sequence that shares only with running ones finds them in a larger pool.
-        for limit in {tight_limits(policy, chunked=c, gpu=gpu, host=36) for c, gpu in ((0, 16), (1, 16), (0, 60))}:
+        pools = (False, 16), (True, 16), (False, 60)
+        for limit in {tight_limits(policy, chunked=chunked, gpu=gpu, host=36) for chunked, gpu in pools}:
             arrivals = alike(requests(*ALIKE[:8]))
             served = serve(policy, arrivals, replace(limit, enable_prefix_caching=True))
             assert len(check_tokens(served, arrivals)) == len(arrivals)

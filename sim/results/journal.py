@@ -72,7 +72,6 @@ class Journal:
         for seq, phase in now.items():
             if self._inside.get(seq) != phase:
                 self.phases[seq.request.request_id].append((start_s, phase))
-                self._away.pop(seq, None)
         for seq in self._inside.keys() - now.keys():
             if seq.status in AWAY or seq.status is Status.PROMOTING:
                 self._away[seq] = ""

@@ -213,15 +213,15 @@ def figure_run(place: int, number: int, label: str) -> FigureRun:
     result = structs.replace(result_of(words), policy=label)
     count = int(rng.choice((0, 1, 2, 40, 400, 5000), p=(0.1, 0.1, 0.1, 0.4, 0.2, 0.1)))
     span_s = float(rng.choice((0.0, 0.4, 90.0, 601.0, 30_000.0), p=(0.1, 0.1, 0.4, 0.2, 0.2)))
-    queue_s, prefill_s, tpot_s = (times_of(rng, count) for _ in range(3))
+    queue_s, own_s, tpot_s = (times_of(rng, count) for _ in range(3))
     arrival_s = np.sort(np.round(rng.uniform(0.0, span_s, count), 1))
     total = result.scenario.num_gpu_blocks * words.choice((1, 1, 2))
     engines = tuple(series_of(rng, total, span_s) for _ in range(words.choice((1, 1, 1, 2, 3))))
     several = engines if len(engines) > 1 else ()
     series = None if words.random() < 0.15 else together(engines)
     result = structs.replace(result, makespan_s=words.choice((0.0, span_s, span_s * 1.1)))
-    run = FigureRun(label, result, series, queue_s + prefill_s, tpot_s, queue_s, prefill_s, arrival_s, several)
-    return replace(run, arrival_s=None, prefill_s=np.empty(0)) if words.random() < 0.1 else run
+    run = FigureRun(label, result, series, queue_s + own_s, tpot_s, queue_s, arrival_s, several)
+    return replace(run, arrival_s=None) if words.random() < 0.1 else run
 
 
 def runs_of(place: int) -> list[FigureRun]:

@@ -36,7 +36,7 @@ def series_of(rows, **columns):
 def figure_run(label="p", ttft_s=(), tpot_s=(), queue_s=(), arrival_s=None, series=None, **changes):
     ttft, tpot, queue = (np.asarray(values, dtype=float) for values in (ttft_s, tpot_s, queue_s))
     arrival = np.asarray(arrival_s, dtype=float) if arrival_s is not None else None
-    return FigureRun(label, result_of(ttft, queue, **changes), series, ttft, tpot, queue, ttft - queue, arrival)
+    return FigureRun(label, result_of(ttft, queue, **changes), series, ttft, tpot, queue, arrival)
 
 
 def busy_run(label, seed=0, size=200):
@@ -91,7 +91,7 @@ DEGENERATE = {
     "distributions only": [
         FigureRun(
             "p", result_of([1.0, 9.0], [0.5, 5.0]), None,
-            ttft_s=np.array([1.0, 9.0]), tpot_s=np.array([0.1]), queue_s=np.array([0.5, 5.0]), prefill_s=np.empty(0),
+            ttft_s=np.array([1.0, 9.0]), tpot_s=np.array([0.1]), queue_s=np.array([0.5, 5.0]),
         )
     ],
     "odd names": [

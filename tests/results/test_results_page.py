@@ -210,7 +210,7 @@ def test_a_run_past_the_limit_of_arrays_is_read_from_its_table(tmp_path, monkeyp
     whole, *tables = (read_run(tmp_path / name) for name in ("arrays", "parquet", "csv"))
     for short in tables:
         assert whole.result.ttfts != UNSET and short.result.ttfts == short.result.errors == UNSET
-        for name in ("ttft_s", "tpot_s", "queue_s", "prefill_s", "arrival_s"):
+        for name in ("ttft_s", "tpot_s", "queue_s", "arrival_s"):
             assert getattr(short, name).tolist() == pytest.approx(getattr(whole, name).tolist(), abs=1e-5)
         assert [len(short.ttft_s), len(short.tpot_s)] == [2, 1]
     for folder, name in zip(("parquet", "csv"), ("requests.parquet", "requests.csv"), strict=True):

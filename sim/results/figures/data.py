@@ -21,8 +21,8 @@ Floats = NDArray[np.float64]
 class FigureRun:
     """What the figures need of a run. Times in s, one per completed request.
 
-    `ttft_s`, `queue_s`, `prefill_s` and `arrival_s` belong together element by element. Of runs too long for
-    per-request arrays `prefill_s` is empty and `arrival_s` None, and the others are distributions without an order.
+    `ttft_s`, `queue_s` and `arrival_s` belong together element by element. Of runs too long for
+    per-request arrays `arrival_s` is None, and the others are distributions without an order.
     """
 
     label: str
@@ -31,7 +31,6 @@ class FigureRun:
     ttft_s: Floats
     tpot_s: Floats
     queue_s: Floats
-    prefill_s: Floats
     arrival_s: Floats | None = None
     engines: tuple[dict[str, Floats], ...] = ()
     """The time series of each of several engines; `series` is theirs together."""
@@ -50,11 +49,11 @@ class FigureRun:
         engines = engines if len(engines) > 1 else ()
         if kept is None:
             distributions = (_floats(values) for values in (log.ttft_s, log.tpot_s, log.queue_s))
-            return FigureRun(label, result, series, *distributions, prefill_s=np.empty(0), engines=engines)
+            return FigureRun(label, result, series, *distributions, engines=engines)
         times = [(row.ttft_s, row.queue_s, row.arrival_s) for row in kept if not row.error]
         ttft_s, queue_s, arrival_s = np.array(times, dtype=np.float64).reshape(-1, 3).T
         tpot_s = _floats(log.tpot_s)
-        return FigureRun(label, result, series, ttft_s, tpot_s, queue_s, ttft_s - queue_s, arrival_s, engines)
+        return FigureRun(label, result, series, ttft_s, tpot_s, queue_s, arrival_s, engines)
 
     @staticmethod
     def of_tables(result: Result, requests: "pd.DataFrame", series: "pd.DataFrame") -> "FigureRun":
@@ -67,7 +66,7 @@ class FigureRun:
         engines = tuple({name: _floats(part[name]) for name in part.columns if name != "engine"} for part in parts)
         whole = together(engines) if engines else None
         engines = engines if len(engines) > 1 else ()
-        return FigureRun(result.policy, result, whole, ttft_s, tpot_s, queue_s, ttft_s - queue_s, arrival_s, engines)
+        return FigureRun(result.policy, result, whole, ttft_s, tpot_s, queue_s, arrival_s, engines)
 
 
 def _floats(values: ArrayLike) -> Floats:

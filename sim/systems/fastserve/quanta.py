@@ -52,8 +52,8 @@ class Quanta(Batching):
         self._may_admit = self._may_take = False
         # Whether a prompt was refused for what the next iteration has anew.
         self._refused = False
-        # Place of the first that has lost its blocks to one before it: here the choice ends.
-        self._end = (0, 0)
+        # Place of the first that has lost its blocks to one before it: here a choice ends.
+        self._end: tuple[int, int]
         self.paused: dict[Sequence, None] = {}
 
     def bind(self, scheduler: "Scheduler") -> None:
