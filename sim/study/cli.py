@@ -278,7 +278,7 @@ def plan_command(arguments: argparse.Namespace) -> int:
         write(folder, found)
     if not arguments.quiet:
         print("\n".join([*lines(found), "", *front_lines(found), "", *commands(found, folder)]))
-        print(f"The answer, its runs and a manifest for Kubernetes are in {folder}; kvtwin report {folder} shows it")
+        print(f"The answer and its runs are in {folder}; kvtwin report {folder} shows it")
     _tell_taken(vars(arguments), arguments.quiet)
     return 0
 
