@@ -6,13 +6,16 @@ embedding, KV's write, attention, output projection. The norm before it and the 
     decodes: T = products + launch + N n_q 4 (d_c + d_R) / J + (context + N padding) ridge(compute, read)
     prompts: T = products + launch + N n_q 4 (d_c + d_R) / J + pairs 2 n_q (d_qk + d_v) / F_prefill
 
+Where norms and rotary embedding were timed operation by operation, as no server runs them, a constant is added that no
+profile has (`EAGER_S`).
+
 N tokens, n_q heads of this GPU. A decode computes 2 max(n_q, 64) (2 d_c + d_R) / F_decode for each token of its
 context, since kernels take heads in tiles of 64, and reads latents at the profile's KV rate. J is the rate at which
 queries and keys are put together. `products` are the profile's own, overhead of a layer included.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -24,7 +27,7 @@ from calib.kernel_fit import KernelTerms, PhasedFit, unseen_errors
 from calib.kernel_samples import read_kernel_samples
 from calib.robust import Array, Fit, Parameter, fit_relative
 from calib.roofline import ridge_s
-from sim.cost.profile import Profile
+from sim.cost.profile import LATENT_UNITS, Profile
 from sim.cost.roofline import RooflineCost
 from sim.errors import UserError
 from sim.specs.hardware import HardwareSpec
@@ -34,6 +37,8 @@ LATENT_DATA = Path(__file__).parent / "data" / "latents"
 """Samples of shipped profiles."""
 MODEL = "deepseek-v3"
 """Whose attention the samples are."""
+EAGER_S = "latent_eager_s"
+"""What an `eager` sample takes longer."""
 
 
 class LatentSample(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -46,6 +51,7 @@ class LatentSample(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         batch: sequences.
         context_tokens: of each sequence, the new ones included.
         latency_s: mean seconds of one layer.
+        eager: 1 where norms and rotary embedding ran operation by operation, 0 where by kernels of their own.
     """
 
     phase: Literal["decode", "prefill"]
@@ -54,6 +60,7 @@ class LatentSample(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     batch: int
     context_tokens: int
     latency_s: float
+    eager: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -71,6 +78,7 @@ class LatentTerms(KernelTerms):
         decodes, context_tokens: sequences that decode, and their contexts together.
         token_flops: of a decode for each token of its context.
         prefill_flops: of prompts' attention.
+        eager: 1 or 0, as samples say.
     """
 
     known_s: Array
@@ -79,6 +87,7 @@ class LatentTerms(KernelTerms):
     context_tokens: Array
     token_flops: Array
     prefill_flops: Array
+    eager: Array
 
     @classmethod
     def of(cls, samples: Sequence[LatentSample], profile: Profile, hardware: HardwareSpec) -> "LatentTerms":
@@ -103,6 +112,7 @@ class LatentTerms(KernelTerms):
             batch * context * decode,
             np.array(token_flops),
             np.array(pair_flops) * pairs * ~decode,
+            np.array([float(s.eager) for s in samples]),
         )
 
 
@@ -142,7 +152,8 @@ def fit_latents(samples: Sequence[LatentSample], profile: Profile, hardware: Har
     unseen = unseen_errors(
         heads, terms, seconds, partial(_fit, kv=kv, hardware=hardware), partial(predict_latent_s, kv=kv)
     )
-    return PhasedFit("latent", fit, list(samples), own, unseen)
+    kept = replace(fit, estimates={name: fit.estimates[name] for name in LATENT_UNITS})
+    return PhasedFit("latent", kept, list(samples), own, unseen)
 
 
 @dataclass(frozen=True)
@@ -161,6 +172,8 @@ def _fit(terms: LatentTerms, seconds: Array, kv: KVPrice, hardware: HardwareSpec
         "latent_joined_bytes_per_s": Parameter(hardware.hbm_bytes_per_s / 2),
         "latent_launch_s": Parameter(2e-5, 0.0, log=False),
     }
+    if 0 < terms.eager.sum() < len(terms.eager):  # else a launch holds it
+        parameters[EAGER_S] = Parameter(2e-5, 0.0, log=False)
     return fit_relative(lambda values: predict_latent_s(values, terms, kv), seconds, parameters)
 
 
@@ -168,7 +181,7 @@ def predict_latent_s(constants: Mapping[str, float], terms: LatentTerms, kv: KVP
     """Seconds of every sample, shape (samples,)."""
     compute_s = terms.token_flops / constants["latent_decode_flops_per_s"]
     token_s = ridge_s(compute_s, np.full_like(compute_s, kv.s_per_token), kv.exponent)
-    seconds = terms.known_s + constants["latent_launch_s"]
+    seconds = terms.known_s + constants["latent_launch_s"] + terms.eager * constants.get(EAGER_S, 0.0)
     seconds = seconds + terms.joined_bytes / constants["latent_joined_bytes_per_s"]
     seconds += (terms.context_tokens + constants["latent_padding_tokens"] * terms.decodes) * token_s
     return seconds + terms.prefill_flops / constants["latent_prefill_flops_per_s"]

@@ -89,7 +89,7 @@ FITS = {
     [(kind, name) for kind, names in SHIPPED.items() for name in names if not name.startswith(REFITTED)],
 )
 def test_shipped_constants_are_the_fit_to_shipped_samples(kind, name):
-    """Rates are below the peak, and heads that were left out are priced within 8 %."""
+    """Rates are below the peak, and heads that were left out are priced within 8 %; of two engines' within 10 %."""
     profile = load_profile(name)
     hardware, shipped = load_hardware(profile.gpu), profile.residuals or {}
     for fit in FITS[kind](DATA[kind] / f"{name}.csv.gz", profile.without(LATENT_UNITS), hardware):
@@ -102,4 +102,5 @@ def test_shipped_constants_are_the_fit_to_shipped_samples(kind, name):
         assert all(rate < peak for own, rate in values.items() if own.endswith("flops_per_s"))
         reads = [v for own, v in values.items() if own.endswith(("expert_bytes_per_s", "decode_bytes_per_s"))]
         assert all(rate < hardware.hbm_bytes_per_s for rate in reads)
-        assert all(error < 0.08 for own, error in fit.residuals.items() if own.startswith("unseen_heads"))
+        limit = 0.1 if kind == "latents" else 0.08
+        assert all(error < limit for own, error in fit.residuals.items() if own.startswith("unseen_heads"))

@@ -148,6 +148,8 @@ MEASURED = [
 ]
 """Drawn by seed of vLLM 0.24's whole attention of a layer (aiconfigurator-core's `dsa_*_module_perf` tables): GPU,
 model, weights in FP8, KV, heads, phase, sequences, tokens of each, seconds."""
+EAGER_S = {"h100": 5.1e-5, "h200": 4.7e-5}
+"""What norms and rotary embedding took longer there than where they are served (`calib.latents`)."""
 
 
 @pytest.mark.parametrize("phase", ["decode", "prefill"])
@@ -161,7 +163,8 @@ def test_prices_are_near_what_vllm_took(phase, models):
             attention_s += cost.window_s_per_token * batch * min(tokens, 2048)
         else:
             new, attention_s = batch * tokens, batch * cost._attention_s(0, tokens, is_sampled=True)
-        errors.append(abs((cost.products_s(new) + cost.overhead_s + attention_s) / measured_s - 1))
+        served_s = cost.products_s(new) + cost.overhead_s + attention_s
+        errors.append(abs((served_s + EAGER_S[gpu]) / measured_s - 1))
     assert max(errors) < 0.25
     assert sum(errors) / len(errors) < 0.12
 
