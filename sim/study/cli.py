@@ -37,8 +37,8 @@ SWEEP_HELP = (
 TUNE_HELP = (
     "Search a study file with a table [tune] (docs/tune.md) for the policy and the knobs that carry the most load or "
     "goodput under SLOs, and say which limit binds and what more of it would buy. Keys of [tune]: goal (load or "
-    "goodput), slo (METRIC:BOUND, ...), repeats (seeds); and [tune.grid], [tune.zip] or [tune.random] of "
-    "policies and knobs. How many GPUs it takes is for `plan`."
+    "goodput), slo (METRIC:BOUND, ...), repeats (seeds), trials (of Optuna), storage (its database); and [tune.grid], "
+    "[tune.zip] or [tune.random] of policies and knobs. How many GPUs it takes is for `plan`."
 )
 PLAN_HELP = (
     "Which deployment on how many GPUs for this traffic under SLOs (docs/plan.md): tensor parallelism, replicas or "
@@ -278,7 +278,7 @@ def plan_command(arguments: argparse.Namespace) -> int:
         write(folder, found)
     if not arguments.quiet:
         print("\n".join([*lines(found), "", *front_lines(found), "", *commands(found, folder)]))
-        print(f"The answer and its runs are in {folder}; kvtwin report {folder} shows it")
+        print(f"The answer, its runs and a manifest for Kubernetes are in {folder}; kvtwin report {folder} shows it")
     _tell_taken(vars(arguments), arguments.quiet)
     return 0
 

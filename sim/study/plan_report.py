@@ -16,11 +16,11 @@ from sim.run.folders import clear, owning, renewing
 from sim.study.intervals import CONFIDENCE
 from sim.study.plan import Held, Planned, Size
 from sim.study.points import setup_of
-from sim.study.serve_commands import run_command, serve_commands
+from sim.study.serve_commands import manifest, run_command, serve_commands
 from sim.study.sweep import told_where
 from sim.study.tune_report import four_digits, gain_lines
 
-PAGE, ANSWER = "plan.md", "plan.json"
+PAGE, ANSWER, MANIFEST = "plan.md", "plan.json", "kubernetes.yaml"
 ANSWER_RUN = "answer"
 """Folder of the answer's own run."""
 MOST_NAMED = 4
@@ -254,7 +254,7 @@ def _paragraphs(told: Iterable[str]) -> Iterator[str]:
 
 
 def write(folder: Path, planned: Planned) -> None:
-    """Write `plan.md` and `plan.json`."""
+    """Write `plan.md`, `plan.json` and `kubernetes.yaml`; the manifest of an earlier answer goes."""
     best = planned.best
     text = ["# Plan", *_paragraphs(lines(planned)), "", *front_lines(planned)]
     if best is not None:
@@ -280,7 +280,11 @@ def write(folder: Path, planned: Planned) -> None:
         PAGE: "\n".join(text).encode() + b"\n",
         ANSWER: msgspec.json.format(msgspec.json.encode(data), indent=1) + b"\n",
     }
+    yaml = manifest(best.deployment.options) if best is not None else None
+    if yaml is not None:
+        files[MANIFEST] = yaml.encode()
     with told_where(folder, "the runs are kept: make room and give the same command again"):
+        (folder / MANIFEST).unlink(missing_ok=True)
         for name, content in files.items():
             write_atomically(folder / name, lambda file, content=content: file.write(content))
 

@@ -1,4 +1,4 @@
-"""A deployment as commands: `vllm serve` or SGLang's server, and the `kvtwin run` of it."""
+"""A deployment as commands: `vllm serve` or SGLang's server, a Kubernetes manifest, and the `kvtwin run` of it."""
 
 import json
 import shlex
@@ -13,6 +13,8 @@ from sim.parts.stage.speculative_options import SpeculativeOptions
 from sim.specs.models import HUB_IDS, load_model
 from sim.systems.base import Policy
 
+VLLM_VERSION = "0.33.0"
+"""Whose decisions `vllm-v1` makes."""
 PORT, PREFILL_PORT, DECODE_PORT, NIXL_PORT = 8000, 8100, 8200, 5600
 NIXL = '{"kv_connector":"NixlConnector","kv_role":"kv_both"}'
 PROXY = "tests/v1/kv_connector/nixl_integration/toy_proxy_server.py"
@@ -109,7 +111,7 @@ def _speculative_config(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _left_open(options: Mapping[str, Any]) -> list[str]:
-    """What the commands leave to be filled in, as comments of a shell."""
+    """What the commands leave to be filled in, as comments of a shell and of YAML."""
     lines = []
     if _speculative_config(options).get("model") == HEAD:
         model = served_model(options["model"])
@@ -211,6 +213,81 @@ def run_command(options: Mapping[str, Any], out: str) -> str:
             continue
         words += _words({flag(name): value})
     return shlex.join([*words, "--out", out])
+
+
+def manifest(options: Mapping[str, Any]) -> str | None:
+    """The deployment for Kubernetes, in YAML; None where no server of today has the policy."""
+    if not serves(options):
+        return None
+    return "".join(f"{line}\n" for line in _left_open(options)) + _deployments(options)
+
+
+def _deployments(options: Mapping[str, Any]) -> str:
+    name = served_model(options["model"]).split("/")[-1].lower().replace(".", "-").replace("_", "-")
+    if "prefill_replicas" not in options:
+        tp, count = options.get("tp", 1), options.get("replicas") or 1
+        words = _sglang(options, tp, 1) if is_sglang(options) else _vllm(options, tp)
+        return _workload(name, count, _gpus(options, tp), words, sglang=is_sglang(options))
+    parts = [
+        "# Prefill and decode pools. Before both services stands a proxy that sends each prompt to a prefill engine,\n"
+        "# then to a decode engine: llm-d's, or the one that vLLM's documentation of NIXL names.\n"
+    ]
+    for role in ("prefill", "decode"):
+        tp = options.get(f"{role}_tp") or options.get("tp", 1)
+        words = [*_vllm(options, tp), "--kv-transfer-config", NIXL]
+        parts.append(_workload(f"{name}-{role}", options[f"{role}_replicas"], tp, words, sglang=False))
+    return parts[0] + "---\n".join(parts[1:])
+
+
+def _workload(name: str, count: int, gpus: int, words: list[str], *, sglang: bool) -> str:
+    """A Deployment of `count` engines and their Service."""
+    port = 30000 if sglang else PORT
+    image = "lmsysorg/sglang:latest" if sglang else f"vllm/vllm-openai:v{VLLM_VERSION}"
+    command = [*words, "--host", "0.0.0.0", "--port", str(port)]
+    args = "".join(f"            - {_yaml(word)}\n" for word in command)
+    return f"""apiVersion: apps/v1
+kind: Deployment
+metadata:
+  name: {name}
+spec:
+  replicas: {count}
+  selector:
+    matchLabels: {{app: {name}}}
+  template:
+    metadata:
+      labels: {{app: {name}}}
+    spec:
+      containers:
+        - name: server
+          image: {image}
+          command:
+{args}          ports:
+            - containerPort: {port}
+          resources:
+            limits: {{nvidia.com/gpu: {gpus}}}
+          readinessProbe:
+            httpGet: {{path: /health, port: {port}}}
+          volumeMounts:
+            - {{name: shm, mountPath: /dev/shm}}
+      volumes:
+        - name: shm
+          emptyDir: {{medium: Memory, sizeLimit: 16Gi}}
+---
+apiVersion: v1
+kind: Service
+metadata:
+  name: {name}
+spec:
+  selector: {{app: {name}}}
+  ports:
+    - port: {PORT}
+      targetPort: {port}
+"""
+
+
+def _yaml(word: str) -> str:
+    """A word in single quotes, which YAML takes as it is."""
+    return "'" + word.replace("'", "''") + "'"
 
 
 def _policy(options: Mapping[str, Any]) -> str:

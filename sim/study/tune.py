@@ -17,7 +17,7 @@ from msgspec.structs import replace
 
 from sim.errors import UserError
 from sim.parts.options import refuse_idle
-from sim.study.axes import Study, Value, options_at, read_study
+from sim.study.axes import MOST_RUNS, Study, Value, options_at, read_study
 from sim.study.draws import OF_TRAFFIC, OF_WORKLOADS, Like, like_traffic
 from sim.study.intervals import apart, geometric_mean, of_another_draw
 from sim.study.limits import SPEED_ERRORS, Gain, bound_by, changes, faster, gains_of
@@ -41,7 +41,7 @@ NEAR = 1.2
 """Factor from the best on the traffic as it is within which a candidate is tried on every draw."""
 STEP, COARSE = 1.06, 1.25
 """First steps of loads on another draw, and with something changed."""
-EXTRA = {"goal": str, "slo": tuple[str, ...]}
+EXTRA = {"goal": str, "slo": tuple[str, ...], "trials": int, "storage": str}
 
 
 class Candidate(Struct, frozen=True):
@@ -159,6 +159,9 @@ class Asked(Struct, frozen=True):
     slos: tuple[Slo, ...]
     draws: int | None = None
     """Of the traffic, its own included; None: as many as are usual, one of long traffic."""
+    trials: int | None = None
+    """Candidates that Optuna draws of the axes' values; None: every combination."""
+    storage: str | None = None
 
 
 def read_tune(table: Mapping[str, Any], where: str) -> Asked:
@@ -181,7 +184,14 @@ def read_tune(table: Mapping[str, Any], where: str) -> Asked:
         raise UserError(f"{where}: tune.goal = 'goodput' counts requests within goodput = ['ttft:3000', ...]; give it")
     slos = tuple(Slo.parse(word, f"{where}: tune.slo") for word in words or (DEFAULT_SLO,))
     check_slos(slos, f"{where}: tune.slo", counts_goodput="goodput" in study.fixed or "goodput" in study.axes)
-    return Asked(study, goal, slos, draws)
+    trials = extra.get("trials")
+    if trials is not None and trials < 1:
+        raise UserError(f"{where}: tune.trials = {trials}; give 1 or more, or leave it out for every combination")
+    if trials is not None and trials > MOST_RUNS:
+        raise UserError(f"{where}: tune.trials = {trials} is more than {MOST_RUNS:,}; give fewer")
+    if extra.get("storage") and trials is None:
+        raise UserError(f"{where}: tune.storage is where trials are kept; give trials, or leave it out")
+    return Asked(study, goal, slos, draws, trials, extra.get("storage"))
 
 
 def tune(asked: Asked, folder: Path, means: Means, begin: Callable[[int], Told] | None = None) -> Tuned:
@@ -201,9 +211,14 @@ class _Tuner:
 
     def tune(self) -> Tuned:
         asked = self.asked
-        places = [place_of(self._options(point), point) for point in asked.study.points]
-        refuse_idle(one for place in places for one in place.conditional)
-        found = self._as_it_is(asked.study.points)
+        if asked.trials is None:
+            places = [place_of(self._options(point), point) for point in asked.study.points]
+            refuse_idle(one for place in places for one in place.conditional)
+            found = self._as_it_is(asked.study.points)
+        else:
+            from sim.study.knobs import by_trials  # noqa: PLC0415 - optuna is slow to import
+
+            found = by_trials(asked, self.folder, self._as_it_is, self.means.jobs)
         refused = {c.refusal for c in found}
         if len(refused) == 1 and (reason := refused.pop()) is not None:
             raise UserError(f"{asked.study.where}: every candidate is refused: {reason}")

@@ -70,6 +70,12 @@ def test_repeats_move_the_seed_and_changed_constants_join_the_profile():
     assert dict(options_at(plain, plain.points[0], 0)) == {"profile": ":beta=2.0"}
 
 
+def test_knobs_that_are_tried_one_by_one_may_have_more_combinations_than_a_study_has_runs():
+    found = study(f"[tune]\ntrials = 5\n[tune.grid]\nseed = {[*range(400)]}\nmax-num-seqs = {[*range(1, 301)]}", "tune",
+                  {"trials": int})  # fmt: skip
+    assert found.values("max_num_seqs") == [*range(1, 301)]
+
+
 GRID = "[sweep.grid]\n"
 
 

@@ -19,7 +19,7 @@ from sim.study.plan import Held, plan, read_plan
 from sim.study.plan_report import _paragraphs, error_sentences, front, lines
 from sim.study.points import Outcome
 from sim.study.search import PRECISION, Reached
-from sim.study.serve_commands import run_command, serve_commands
+from sim.study.serve_commands import manifest, run_command, serve_commands
 from sim.study.sweep import Means, Place
 
 ASKED = {"model": "llama-2-7b", "gpu": ["h100"], "workload": "fixed", "request_rate": 2.0, "num_prompts": 500,
@@ -343,7 +343,10 @@ def test_servers_draft_as_the_deployment_does(drafting, config):
     *said, command = serve_commands(options)
     words = shlex.split(command)
     assert json.loads(words[words.index("--speculative-config") + 1]) == config
+    text = manifest(options)
+    assert text is not None and "--speculative-config" in text
     assert [line.startswith("# HEAD: ") for line in said] == [True] * ("model" in config and config["model"] == "HEAD")
+    assert text.startswith("".join(said))
 
 
 @pytest.mark.parametrize(
@@ -379,6 +382,7 @@ def test_no_server_drafts_with_its_own_model_at_a_budget_of_kv():
     options = {**BASE, "policy": "vllm-v1:spec-method=sparse_kv,spec-tokens=4,spec-kv-budget=4096"}
     (said,) = serve_commands(options)
     assert said.startswith("# no server of today runs vllm-v1:spec-method=sparse_kv")
+    assert manifest(options) is None
 
 
 def test_pools_have_a_server_each_on_gpus_of_its_own_and_a_proxy():
@@ -387,6 +391,20 @@ def test_pools_have_a_server_each_on_gpus_of_its_own_and_a_proxy():
     assert [line.split()[1][-4:] for line in servers] == ["5600", "5601", "5602"]
     assert all("NixlConnector" in line and line.endswith(" &") for line in servers)
     assert "--prefiller-ports 8100 --decoder-hosts localhost localhost --decoder-ports 8200 8201" in proxy
+
+
+@pytest.mark.parametrize("options", [BASE, {**BASE, "replicas": 3}, POOLS, {**BASE, "policy": "radix"}])
+def test_the_manifest_is_yaml_with_the_engines_and_their_gpus(options):
+    yaml = pytest.importorskip("yaml")
+    text = manifest(options)
+    assert text is not None
+    found = [one for one in yaml.safe_load_all(text) if one["kind"] == "Deployment"]
+    gpus = [
+        one["spec"]["replicas"]
+        * one["spec"]["template"]["spec"]["containers"][0]["resources"]["limits"]["nvidia.com/gpu"]
+        for one in found
+    ]
+    assert sum(gpus) == engines({"replicas": 1, **options})
 
 
 def test_the_run_command_is_the_run():

@@ -1,15 +1,19 @@
 """`tune`: searches end where a threshold was planted, the limit that was planted is the one that binds."""
 
+import json
 import math
 import re
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
 import kvtwin
+from sim.study import knobs as drawing
 from sim.study.draws import like_traffic
 from sim.study.intervals import geometric_mean
 from sim.study.limits import BINDS, binding
@@ -248,6 +252,70 @@ def test_load_is_counted_over_the_arrivals_or_the_duration_where_they_are_not_ke
         assert offered_per_s({"arrival_span_s": span_s, "duration": duration_s, "num_prompts": 10}) == per_s
 
 
+def test_what_never_meets_the_slos_is_the_worst_of_all_trials(tmp_path):
+    """Optuna is told so of each: the least of all loads."""
+    optuna = pytest.importorskip("optuna")
+    url = f"sqlite:///{tmp_path / 'trials.db'}"
+    study = FIXED | {"goodput": ["ttft:300"], "tune": {"slo": TTFT, "grid": {"max-num-seqs": [1, 2]}}}
+    asked = structs.replace(read_tune(study, "x"), trials=9, storage=url)
+    reached, _ = driven(most_load({}, SLOS), lambda options: 150.0)
+
+    def reach(points):
+        return [
+            Candidate(point, (reached,), (None if point["max_num_seqs"] == 2 else 7.5,), "load") for point in points
+        ]
+
+    found = {candidate.point["max_num_seqs"]: candidate.value for candidate in
+             drawing.by_trials(asked, tmp_path, reach, None)}  # fmt: skip
+    assert found == {1: 7.5, 2: None}
+    (name,) = optuna.get_all_study_names(url)
+    trials = optuna.load_study(study_name=name, storage=url).trials
+    assert {(json.loads(trial.user_attrs["point"])["max_num_seqs"], trial.value) for trial in trials} == {
+        (1, 7.5), (2, 0.0)
+    }  # fmt: skip
+
+
+def test_trials_are_drawn_kept_and_not_made_again(tmp_path):
+    """By the journal beside the points as by a data base."""
+    optuna = pytest.importorskip("optuna", reason="optuna is not installed")
+    knobs = {"max-num-seqs": [1, 2, 4, 8], "block-size": [16, 32], "policy": ["vllm-v1", "vllm-recompute"]}
+    study = FIXED | {"num-prompts": 12, "tune": {"slo": TTFT, "trials": 4, "grid": knobs}}
+    first = kvtwin.tune(study, tmp_path, jobs=1)
+    assert 1 <= len(first.table) <= 4
+    runs = set((tmp_path / "points").iterdir())
+    again = kvtwin.tune(study, tmp_path, jobs=1)
+    assert again.table.equals(first.table) and set((tmp_path / "points").iterdir()) == runs
+    url = f"sqlite:///{tmp_path / 'trials.db'}"
+    stored = kvtwin.tune(study | {"tune": {**study["tune"], "storage": url}}, tmp_path, jobs=1)
+    assert stored.table.equals(first.table)
+    (name,) = optuna.get_all_study_names(url)
+    assert len(optuna.load_study(study_name=name, storage=url).trials) == 4 and re.fullmatch("[0-9a-f]{16}", name)
+
+
+@pytest.mark.parametrize(
+    ("storage", "reason"),
+    [
+        ("nonsense", "Could not parse SQLAlchemy URL from given URL string"),
+        ("sqlite:////nowhere/to/be/found.db", "(sqlite3.OperationalError) unable to open database file"),
+    ],
+)
+def test_a_storage_that_is_none_is_one_line(tmp_path, storage, reason):
+    pytest.importorskip("optuna", reason="optuna is not installed")
+    asked = read_tune(FIXED | {"tune": {"slo": TTFT, "trials": 1, "storage": storage}}, "s.toml")
+    with pytest.raises(kvtwin.UserError) as caught:
+        drawing.by_trials(asked, tmp_path, lambda points: [], None)
+    assert str(caught.value) == f"s.toml: tune.storage = {storage!r}: {reason}"
+
+
+def test_trials_without_optuna_say_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "optuna", None)
+    asked = read_tune(FIXED | {"tune": {"slo": TTFT, "trials": 1}}, "s.toml")
+    with pytest.raises(kvtwin.UserError) as caught:
+        drawing.by_trials(asked, tmp_path, lambda points: [], None)
+    halted = "import of optuna halted; None in sys.modules"
+    assert str(caught.value) == f"s.toml: tune.trials: {halted}; install kvtwin[optuna], or leave it out"
+
+
 @pytest.mark.parametrize(
     ("own", "words"),
     [
@@ -262,7 +330,10 @@ def test_load_is_counted_over_the_arrivals_or_the_duration_where_they_are_not_ke
             "'gpus' is not one of load, goodput; the fewest GPUs, and the",
         ),
         ({"slo": TTFT, "goal": "goodput"}, "counts requests within goodput"),
+        ({"slo": TTFT, "storage": "sqlite://"}, "give trials, or leave it out"),
         ({"slo": TTFT, "trial": 3}, "unknown key tune.trial"),
+        ({"slo": TTFT, "trials": 0}, "tune.trials = 0; give 1 or more"),
+        ({"slo": TTFT, "trials": 10**9}, "tune.trials = 1000000000 is more than 100,000; give fewer"),
     ],
 )
 def test_a_wrong_table_is_told_in_one_line(own, words):
