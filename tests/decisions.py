@@ -7,15 +7,7 @@ from typing import Any
 import msgspec
 from pinned import L20, T4
 
-from kvtwin.testing import (
-    Machine,
-    Outcome,
-    limits,
-    linear_machine,
-    requests,
-    simulate,
-    tiny_model,
-)
+from kvtwin.testing import Machine, Outcome, limits, linear_machine, requests, simulate, tiny_model
 from sim.clock.instance import Observer
 from sim.cost.forms import build_cost
 from sim.cost.profile import Profile, read_profile

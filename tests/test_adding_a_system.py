@@ -53,12 +53,8 @@ def ranking(folder: Path) -> Iterator[ModuleType]:
 def test_every_python_block_of_the_page_is_run() -> None:
     assert len(BLOCKS) == PAGE.count("```python")
     assert list(dict.fromkeys(file for file, _ in BLOCKS)) == [
-        "ranking",
-        "test_ranking",
-        "rate_limit",
-        "test_rate_limit",
-        "kvtwin_ranking",
-    ]
+        "ranking", "test_ranking", "rate_limit", "test_rate_limit", "kvtwin_ranking",
+    ]  # fmt: skip
     assert len(TESTS) == len(set(TESTS)) == 10
 
 

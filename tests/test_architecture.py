@@ -18,10 +18,7 @@ MAY_IMPORT = {
     "kvtwin": {"calib", "gpu_runtime", "sim", "traces"},
 }
 """The packages, from the bottom up, and what each may import beside itself."""
-ONLY_IN = {
-    "simpy": ("sim.clock.cluster",),
-    "torch": ("gpu_runtime", "calib", "kvtwin.testing"),
-}
+ONLY_IN = {"simpy": ("sim.clock.cluster",), "torch": ("gpu_runtime", "calib", "kvtwin.testing")}
 TIMELESS = ("engine", "kv", "parts", "systems", "cost")
 CLOCKS_AND_DICE = {"time", "datetime", "random", "secrets", "uuid"}
 RUNS_DATA = {"pickle", "cPickle", "marshal", "shelve", "dill", "cloudpickle"}

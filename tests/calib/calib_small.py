@@ -14,32 +14,17 @@ from sim.specs.hardware import load_hardware
 from sim.specs.models import load_model
 
 A100 = {
-    "flops_per_s": 2.5e14,
-    "attention_flops_per_s": 1.75e14,
-    "hbm_bytes_per_s": 1.6e12,
-    "kv_bytes_per_s": 1.5e12,
-    "kv_padding_tokens": 20.0,
-    "roofline_exponent": 2.8,
-    "layer_overhead_s": 4e-5,
-}
+    "flops_per_s": 2.5e14, "attention_flops_per_s": 1.75e14, "hbm_bytes_per_s": 1.6e12, "kv_bytes_per_s": 1.5e12,
+    "kv_padding_tokens": 20.0, "roofline_exponent": 2.8, "layer_overhead_s": 4e-5,
+}  # fmt: skip
 H100 = {
-    "flops_per_s": 7e14,
-    "attention_flops_per_s": 5.5e14,
-    "hbm_bytes_per_s": 2.8e12,
-    "kv_bytes_per_s": 3e12,
-    "kv_padding_tokens": 60.0,
-    "roofline_exponent": 4.3,
-    "layer_overhead_s": 2.8e-5,
-}
+    "flops_per_s": 7e14, "attention_flops_per_s": 5.5e14, "hbm_bytes_per_s": 2.8e12, "kv_bytes_per_s": 3e12,
+    "kv_padding_tokens": 60.0, "roofline_exponent": 4.3, "layer_overhead_s": 2.8e-5,
+}  # fmt: skip
 L20 = {
-    "flops_per_s": 8.4e13,
-    "attention_flops_per_s": 6.2e13,
-    "hbm_bytes_per_s": 6.8e11,
-    "kv_bytes_per_s": 6.4e11,
-    "kv_padding_tokens": 30.0,
-    "roofline_exponent": 3.0,
-    "layer_overhead_s": 3e-5,
-}
+    "flops_per_s": 8.4e13, "attention_flops_per_s": 6.2e13, "hbm_bytes_per_s": 6.8e11, "kv_bytes_per_s": 6.4e11,
+    "kv_padding_tokens": 30.0, "roofline_exponent": 3.0, "layer_overhead_s": 3e-5,
+}  # fmt: skip
 """Constants of the size that such GPUs have."""
 RING = {
     "allreduce_bytes_per_s": 9e10,

@@ -8,13 +8,7 @@ from experts_report import as_dense_s, error, experts_table, signed, simulated_s
 from msgspec import structs
 from parquet_small import put
 
-from calib.experts import (
-    WEIGHT_BYTES,
-    ExpertSample,
-    ExpertTerms,
-    fit_experts,
-    predict_expert_s,
-)
+from calib.experts import WEIGHT_BYTES, ExpertSample, ExpertTerms, fit_experts, predict_expert_s
 from calib.importers.aiconfigurator_experts import _ExpertsMet, import_experts
 from sim.cost.profile import EXPERT_NAMES, EXPERT_UNITS, expert_names, load_profile
 from sim.cost.roofline import RooflineCost

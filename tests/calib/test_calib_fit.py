@@ -110,15 +110,9 @@ shape = {
 def test_a_step_costs_what_the_simulator_charges(model, tp, batch_size, new_tokens, context_tokens, profile):
     assume(divides(model, tp) and not (spec(model).mla and new_tokens == 1))
     sample = Sample(
-        op="step",
-        latency_s=1.0,
-        model=model,
-        tp=tp,
-        num_layers=spec(model).num_layers,
-        batch_size=batch_size,
-        new_tokens=new_tokens,
-        context_tokens=context_tokens,
-    )
+        op="step", latency_s=1.0, model=model, tp=tp, num_layers=spec(model).num_layers, batch_size=batch_size,
+        new_tokens=new_tokens, context_tokens=context_tokens,
+    )  # fmt: skip
     cost, constants, factors = cost_and_constants(model, profile, tp)
     assert predict_s(constants, terms([sample]), factors)[0] == pytest.approx(
         cost.iteration_s(plan_of(sample)), rel=1e-9
@@ -579,33 +573,16 @@ def everything(tmp_path_factory):
 
 def test_everything_measured_leaves_nothing_to_carry_over(everything):
     expected = {
-        **A100,
-        "step_overhead_s": 2e-3,
-        "h2d_bytes_per_s": 2.4e10,
-        "d2h_bytes_per_s": 2.2e10,
-        "copy_launch_s": 3e-6,
-        "copy_lone_s": 7e-6,
-        "copy_setup_s": 5e-6,
-        **RING,
-        "beta": 1.0,
-    }
+        **A100, "step_overhead_s": 2e-3, "h2d_bytes_per_s": 2.4e10, "d2h_bytes_per_s": 2.2e10, "copy_launch_s": 3e-6,
+        "copy_lone_s": 7e-6, "copy_setup_s": 5e-6, **RING, "beta": 1.0,
+    }  # fmt: skip
     profile = everything.profile
     assert everything.carried == []
     apart = {
-        "attention_tile_tokens",
-        "attention_slots",
-        "attention_padding_tokens",
-        "attention_roofline_exponent",
-        "attention_idle_tile_s",
-        "kv_padding_waves",
-        "longest_kv_bytes_per_s",
-        "elementwise_bytes_per_s",
-        "elementwise_launch_s",
-        "front_end_s",
-        "front_end_s_per_token",
-        "eager_layer_s",
-        "pieced_layer_s",
-    }
+        "attention_tile_tokens", "attention_slots", "attention_padding_tokens", "attention_roofline_exponent",
+        "attention_idle_tile_s", "kv_padding_waves", "longest_kv_bytes_per_s", "elementwise_bytes_per_s",
+        "elementwise_launch_s", "front_end_s", "front_end_s_per_token", "eager_layer_s", "pieced_layer_s",
+    }  # fmt: skip
     apart |= {name for name in DENSE_UNITS if name.startswith(("fp8", "nvfp4"))}
     assert list(profile.constants) == [name for name in DENSE_UNITS if name not in apart]
     assert profile.all_reduce is not None

@@ -215,14 +215,9 @@ def test_regions_hold_samples_of_one_phase_and_four_fold_size():
 def report(tmp_path_factory):
     samples = noisy(planted(shapes()))
     return fit_profile(
-        samples,
-        tmp_path_factory.mktemp("report"),
-        load_hardware("a100-80g"),
-        load_profile("a100-80g-derived"),
-        name="mine",
-        status="measured",
-        provenance={"device": "a card"},
-    )
+        samples, tmp_path_factory.mktemp("report"), load_hardware("a100-80g"), load_profile("a100-80g-derived"),
+        name="mine", status="measured", provenance={"device": "a card"},
+    )  # fmt: skip
 
 
 def test_the_report_says_what_was_found_in_every_part(report):

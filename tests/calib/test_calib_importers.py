@@ -509,13 +509,9 @@ def test_the_command_composes_fits_and_writes(tables, tmp_path, monkeypatch, cap
     assert drawn == ["a100-80g-imported.png"]
     profile = read_profile(tmp_path / "out" / "a100-80g-imported.json")
     expected = {
-        "flops_per_s": 2e14,
-        "attention_flops_per_s": 1e14,
-        "hbm_bytes_per_s": 1e12,
-        "roofline_exponent": 1.0,
-        "allreduce_bytes_per_s": 1e11,
-        "allreduce_latency_s": 5e-6,
-    }
+        "flops_per_s": 2e14, "attention_flops_per_s": 1e14, "hbm_bytes_per_s": 1e12, "roofline_exponent": 1.0,
+        "allreduce_bytes_per_s": 1e11, "allreduce_latency_s": 5e-6,
+    }  # fmt: skip
     assert {n: profile.value(n) for n in expected} == pytest.approx(expected, rel=0.05)
     assert profile.provenance["device"] == "A CARD"
     assert len(read_samples(tmp_path / "out" / "a100-80g-imported.csv.gz")) == 39

@@ -7,15 +7,7 @@ from msgspec import structs
 from parquet_small import put
 
 from calib.importers.aiconfigurator_latents import import_latents
-from calib.latents import (
-    EAGER_S,
-    KVPrice,
-    LatentSample,
-    LatentTerms,
-    attention_model,
-    fit_latents,
-    predict_latent_s,
-)
+from calib.latents import EAGER_S, KVPrice, LatentSample, LatentTerms, attention_model, fit_latents, predict_latent_s
 from sim.cost.profile import LATENT_UNITS, load_profile
 from sim.cost.roofline import RooflineCost
 from sim.specs.hardware import load_hardware
@@ -133,10 +125,7 @@ def test_sglangs_decodes_have_the_product_beside_their_module(tmp_path):
     assert found[1:] == [sample(fp8=1, context_tokens=700, latency_s=5.2e-4)]
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [{"kernel_source": "FLASHMLA"}, {"kv_cache_dtype": "fp8"}, {"num_heads": 4}],
-)
+@pytest.mark.parametrize("changes", [{"kernel_source": "FLASHMLA"}, {"kv_cache_dtype": "fp8"}, {"num_heads": 4}])
 def test_what_of_the_tables_is_not_taken(tmp_path, changes):
     """Prompts that vLLM computes with the kernels of decodes neither."""
     found, _ = imported(tmp_path, [row(**changes), row()], [row(), row(kernel_source="FLASH_ATTN", isl=2048)])

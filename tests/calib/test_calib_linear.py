@@ -16,13 +16,9 @@ from sim.engine.plan import IterationPlan
 from sim.errors import UserError
 
 TRUE = {
-    "prefill_base_s": 0.01,
-    "prefill_s_per_token": 1e-4,
-    "prefill_s_per_square_token": 2e-8,
-    "decode_base_s": 0.02,
-    "decode_s_per_sequence": 1e-3,
-    "decode_s_per_context_token": 1e-6,
-}
+    "prefill_base_s": 0.01, "prefill_s_per_token": 1e-4, "prefill_s_per_square_token": 2e-8, "decode_base_s": 0.02,
+    "decode_s_per_sequence": 1e-3, "decode_s_per_context_token": 1e-6,
+}  # fmt: skip
 LINK = [
     *copies("h2d", launch_s=2e-6, bytes_per_s=2.5e10, overlap=False),
     *copies("d2h", launch_s=2e-6, bytes_per_s=2e10, overlap=False),

@@ -14,14 +14,9 @@ from sim.specs.models import load_model
 
 MODELS = {name: load_model(name) for name in ("llama-2-7b", "llama-3.1-70b")}
 CPU = Capacity(
-    device_bytes=8 * GIB,
-    host_bytes=8 * GIB,
-    cache_bytes=32 * 2**20,
-    num_gpus=0,
-    flops_per_s=2e10,
-    bytes_per_s=5e9,
+    device_bytes=8 * GIB, host_bytes=8 * GIB, cache_bytes=32 * 2**20, num_gpus=0, flops_per_s=2e10, bytes_per_s=5e9,
     graphs=False,
-)
+)  # fmt: skip
 
 
 def plan(limits=GPU, models=MODELS, quick=False, element_bytes=2, ops=None):

@@ -146,11 +146,7 @@ def test_scheduled_ahead_what_is_sent_at_an_end_misses_the_next_iteration(policy
 @pytest.mark.parametrize("policy", ["vllm-recompute", "vllm-swap", "layerkv", "sarathi", "fastserve", "vllm-v1", AHEAD])
 @settings(max_examples=25, deadline=None)
 @given(
-    rows=ROWS,
-    most=st.sampled_from([None, 1, 2, 5]),
-    by_session=st.booleans(),
-    gpu=st.integers(6, 20),
-    data=st.data(),
+    rows=ROWS, most=st.sampled_from([None, 1, 2, 5]), by_session=st.booleans(), gpu=st.integers(6, 20), data=st.data()
 )
 def test_jumping_changes_nothing_and_the_loop_is_kept(policy, rows, most, by_session, gpu, data):
     limit = limits(gpu, 40, max_model_len=256)

@@ -278,13 +278,7 @@ def test_every_preset_serves_beside_its_like_and_shares_prefixes(policy, rows, g
     [(name, policy) for i, name in enumerate(ROUTERS) for j, policy in enumerate(POLICIES) if (i + j) % 3 == 0],
 )
 @settings(max_examples=15, deadline=None)
-@given(
-    rows=ROWS,
-    replicas=st.integers(1, 4),
-    gpu=st.integers(10, 24),
-    most=st.sampled_from([None, 3]),
-    data=st.data(),
-)
+@given(rows=ROWS, replicas=st.integers(1, 4), gpu=st.integers(10, 24), most=st.sampled_from([None, 3]), data=st.data())
 def test_jumping_changes_nothing_and_no_request_is_lost(name, policy, rows, replicas, gpu, most, data):
     kind, arrivals, limit = parse_policy(policy, {})[1], drawn(rows), limits(gpu, 30, max_model_len=256)
     limit = replace(limit, enable_prefix_caching=name == "prefix-affinity" and kind.can_cache_prefixes)

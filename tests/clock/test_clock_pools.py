@@ -21,14 +21,9 @@ from sim.systems.splitwise import Splitwise
 BESIDE = DistServe(blocking_pull=False)
 """Decode engines compute while they pull."""
 POLICIES = [
-    "distserve",
-    "distserve:blocking-pull=false",
-    "distserve:eviction=recompute",
-    "vllm-recompute:stage=hand-over",
-    "distserve:waiting-share=0.5",
-    "distserve:layer-wise=true",
-    "splitwise",
-]
+    "distserve", "distserve:blocking-pull=false", "distserve:eviction=recompute", "vllm-recompute:stage=hand-over",
+    "distserve:waiting-share=0.5", "distserve:layer-wise=true", "splitwise",
+]  # fmt: skip
 POLICIES += ["sarathi:stage=hand-over,eviction=swap"]
 POLICIES += ["vllm-v1:stage=hand-over", "vllm-v1:stage=hand-over,async-scheduling=true"]
 POLICIES += [f"vllm-v1:stage=hand-over,async-scheduling=true,{more}=true" for more in ("blocking-pull", "layer-wise")]
@@ -104,13 +99,9 @@ def test_layers_are_sent_while_later_ones_are_computed(jump):
     # 0.1 and needs a quarter of a block's time more; a slow one (5 bytes/s) starts at 0.025 and needs 0.2 s.
     for bytes_per_s, landed_s in ((16.0, 0.1 + 0.0625 / 4), (5.0, 0.025 + 0.2)):
         outcome = simulate_pools(
-            Splitwise(),
-            requests((0.0, 16, 2)),
-            limits(),
-            bytes_per_s=bytes_per_s,
-            machine=linear_machine(**FLAT),
+            Splitwise(), requests((0.0, 16, 2)), limits(), bytes_per_s=bytes_per_s, machine=linear_machine(**FLAT),
             jump=jump,
-        )
+        )  # fmt: skip
         assert outcome.by_id()[0].finish_s == pytest.approx(landed_s + 0.1)
 
 

@@ -298,16 +298,8 @@ def test_linear_prices_are_all_there_is(tmp_path, capsys):
     assert result.engine_profile is msgspec.UNSET
     assert result.lanes.host is msgspec.UNSET
     words = [
-        "run",
-        "--workload",
-        "fixed",
-        "--profile",
-        str(path),
-        "--engine-profile",
-        "vllm-v1",
-        "--out",
-        str(tmp_path),
-    ]
+        "run", "--workload", "fixed", "--profile", str(path), "--engine-profile", "vllm-v1", "--out", str(tmp_path),
+    ]  # fmt: skip
     assert main(words) == 2
     assert "--engine-profile vllm-v1: prices of form linear are all there is" in capsys.readouterr().err
 

@@ -338,18 +338,11 @@ def pretended_cuda(seed: int = 0) -> Iterator[Machine]:
         cudaMemcpyBatchAsync=machine.copy_batch,
     )
     cuda = {
-        "Stream": machine.Stream,
-        "Event": machine.Event,
-        "current_stream": machine.current_stream,
-        "stream": machine.on_stream,
-        "set_stream": machine.set_stream,
-        "synchronize": machine.synchronize,
-        "empty_cache": lambda: None,
-        "CUDAGraph": lambda: Graph(machine),
-        "graph": machine.capture,
-        "graph_pool_handle": lambda: (0, 0),
-        "_lazy_init": lambda: None,
-    }
+        "Stream": machine.Stream, "Event": machine.Event, "current_stream": machine.current_stream,
+        "stream": machine.on_stream, "set_stream": machine.set_stream, "synchronize": machine.synchronize,
+        "empty_cache": lambda: None, "CUDAGraph": lambda: Graph(machine), "graph": machine.capture,
+        "graph_pool_handle": lambda: (0, 0), "_lazy_init": lambda: None,
+    }  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
         for name, value in cuda.items():
             patch.setattr(torch.cuda, name, value)

@@ -73,14 +73,7 @@ def attend(
 
 
 def rotate_and_write(
-    machine: Machine,
-    projected: Any,
-    norms: Any,
-    epsilon: float,
-    table: Any,
-    positions: Any,
-    slots: Any,
-    cache: Any,
+    machine: Machine, projected: Any, norms: Any, epsilon: float, table: Any, positions: Any, slots: Any, cache: Any
 ) -> tuple[Any, Any, Any]:
     """`triton_layer.rotate_and_write`."""
     num_kv_heads, block_tokens, head_dim = cache.inner.shape[2:]

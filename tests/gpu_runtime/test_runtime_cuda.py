@@ -149,15 +149,9 @@ def test_a_device_with_graphs_gives_the_tokens_of_one_without(variant, gpu, monk
     for graphs in ((), capture_sizes(6)):
         pieces = piece_sizes(6, 64) if graphs else ()
         served = live.serve(
-            policy,
-            arrivals,
-            tight_limits(policy, gpu=gpu),
-            decoder=decoder,
-            kind=WarmedUp,
-            device="cuda",
-            graph_batch_sizes=graphs,
-            piece_sizes=pieces,
-        )
+            policy, arrivals, tight_limits(policy, gpu=gpu), decoder=decoder, kind=WarmedUp, device="cuda",
+            graph_batch_sizes=graphs, piece_sizes=pieces,
+        )  # fmt: skip
         assert len(live.check_tokens(served, arrivals)) == len(ROWS)
         assert bool(replayed) == bool(graphs)
 

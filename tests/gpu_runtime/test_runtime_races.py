@@ -113,20 +113,11 @@ def rebuilding(patch):
 
 
 WORK = {
-    "vllm": plainly("vllm-recompute", gpu=60),
-    "ahead": ahead,
-    "swap": plainly("vllm-swap"),
-    "fastserve": plainly("fastserve", seqs=2),
-    "layerkv": plainly("layerkv"),
-    "stream": plainly(STREAM),
-    "chunks": plainly(STREAM, chunked=True),
-    "hcache": plainly("hcache"),
-    "tiered": tiered,
-    "turns": turns,
-    "retained": retained,
-    "projecting": projecting,
-    "rebuilding": rebuilding,
-}
+    "vllm": plainly("vllm-recompute", gpu=60), "ahead": ahead, "swap": plainly("vllm-swap"),
+    "fastserve": plainly("fastserve", seqs=2), "layerkv": plainly("layerkv"), "stream": plainly(STREAM),
+    "chunks": plainly(STREAM, chunked=True), "hcache": plainly("hcache"), "tiered": tiered, "turns": turns,
+    "retained": retained, "projecting": projecting, "rebuilding": rebuilding,
+}  # fmt: skip
 
 
 def serve(work, *, seed=0, graphs=(1, 2, 4)):
@@ -146,18 +137,10 @@ def test_nothing_is_read_or_written_too_early(work):
 
 
 WAITS = [
-    (CopyHandle, "wait"),
-    (CopyHandle, "wait_in_stream"),
-    (KVCopies, "wait"),
-    (KVCopies, "wait_in_stream"),
-    (KVCopies, "went_well"),
-    (Transfers, "wait"),
-    (Stream, "wait_event"),
-    (Stream, "wait_stream"),
-    (Stream, "synchronize"),
-    (Event, "synchronize"),
-    (OnDevice, "record_stream"),
-]
+    (CopyHandle, "wait"), (CopyHandle, "wait_in_stream"), (KVCopies, "wait"), (KVCopies, "wait_in_stream"),
+    (KVCopies, "went_well"), (Transfers, "wait"), (Stream, "wait_event"), (Stream, "wait_stream"),
+    (Stream, "synchronize"), (Event, "synchronize"), (OnDevice, "record_stream"),
+]  # fmt: skip
 """What makes one wait for another, or memory."""
 NEEDED = {
     "CopyHandle.wait": "swap",

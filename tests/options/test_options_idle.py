@@ -115,17 +115,8 @@ def test_what_cannot_be_is_refused_by_its_own_name(scenario, policy, told):
 
 def test_a_flag_and_a_policys_text_that_differ_are_refused(tmp_path, capsys):
     words = [
-        "run",
-        "--workload",
-        "fixed",
-        "--num-prompts",
-        "3",
-        "--gpu",
-        "l20",
-        "--out",
-        str(tmp_path / "out"),
-        "--quiet",
-    ]
+        "run", "--workload", "fixed", "--num-prompts", "3", "--gpu", "l20", "--out", str(tmp_path / "out"), "--quiet",
+    ]  # fmt: skip
     words += ["--policy", "layerkv:threshold=0.1"]
     assert kvtwin.main([*words, "--layerkv-threshold", "0.2"]) == 2
     told = "--layerkv-threshold: 0.2 is what no policy has: --policy layerkv:threshold=0.1 says 0.1; give one of them"

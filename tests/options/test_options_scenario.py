@@ -264,14 +264,9 @@ def other_values(kind):
 
 
 OTHER_WORDS = {
-    "scheduling_policy": "priority",
-    "schedule_policy": "fcfs",
-    "balancing_threshold": "2.0",
-    "rejection": "early",
-    "decode": "stream",
-    "equations": "paper",
-    "predictor": "none",
-}
+    "scheduling_policy": "priority", "schedule_policy": "fcfs", "balancing_threshold": "2.0", "rejection": "early",
+    "decode": "stream", "equations": "paper", "predictor": "none",
+}  # fmt: skip
 OTHER_WORDS |= {"threads": "512", "layers_per_block": "8", "layer_order": "contiguous", "keeps": "turns"}
 OTHER_WORDS |= {"caching": "both", "mechanism": "swap"}
 OTHER_WORDS |= {"kv_offloading_size": "1.5", "cpu_chunks": "30", "eviction_policy": "arc"}

@@ -389,23 +389,11 @@ def make(seed: int, folder: Path, kind: Kind = "") -> str:
 def main() -> None:
     """Make the stored cases, or those named on the command line."""
     given: dict[Kind, Iterable[int]] = {
-        "": SEEDS,
-        "-async": AHEAD,
-        "-offload": OFFLOADED,
-        "-offload-async": OFFLOADED_AHEAD,
-        "-storage": STORED,
-        "-storage-async": STORED_AHEAD,
-        "-window": WINDOWED,
-        "-window-async": WINDOWED_AHEAD,
-        "-state": STATES,
-        "-state-async": STATES_AHEAD,
-        "-spec": SPECULATIVE,
-        "-lora": LORAS,
-        "-lora-spec": LORAS_SPECULATIVE,
-        "-lora-offload": LORAS_OFFLOADED,
-        "-images": IMAGES,
-        "-images-async": IMAGES_AHEAD,
-    }
+        "": SEEDS, "-async": AHEAD, "-offload": OFFLOADED, "-offload-async": OFFLOADED_AHEAD, "-storage": STORED,
+        "-storage-async": STORED_AHEAD, "-window": WINDOWED, "-window-async": WINDOWED_AHEAD, "-state": STATES,
+        "-state-async": STATES_AHEAD, "-spec": SPECULATIVE, "-lora": LORAS, "-lora-spec": LORAS_SPECULATIVE,
+        "-lora-offload": LORAS_OFFLOADED, "-images": IMAGES, "-images-async": IMAGES_AHEAD,
+    }  # fmt: skip
     folder = CASES
     if sys.argv[1:]:
         folder = Path(sys.argv[1])

@@ -85,19 +85,10 @@ MOST_STEPS = 20_000
 """After as many vLLM is held to be preempting for ever."""
 BLOCK = 16
 MODEL = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "vocab_size": 1000,
-    "max_position_embeddings": 1 << 20,
-    "rms_norm_eps": 1e-5,
-    "torch_dtype": "float16",
-}
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "intermediate_size": 128,
+    "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 1000,
+    "max_position_embeddings": 1 << 20, "rms_norm_eps": 1e-5, "torch_dtype": "float16",
+}  # fmt: skip
 """Of the model only this is read."""
 
 

@@ -35,24 +35,10 @@ from sim.options.scenario import Scenario
 # -- plans carried out -------------------------------------------------------------------------------------------------
 
 CROWDED = (
-    "vllm-recompute",
-    "vllm-swap",
-    "vllm-swap:batching=sarathi",
-    "layerkv",
-    "layerkv:batching=sarathi",
-    STREAM,
-    CONTIGUOUS,
-    "hcache",
-    "kvpr",
-    "orca",
-    "fastserve",
-    "fastserve:memory=reserved",
-    "distserve",
-    "pensieve",
-    "radix",
-    "batchllm",
-    "adaptive",
-)
+    "vllm-recompute", "vllm-swap", "vllm-swap:batching=sarathi", "layerkv", "layerkv:batching=sarathi", STREAM,
+    CONTIGUOUS, "hcache", "kvpr", "orca", "fastserve", "fastserve:memory=reserved", "distserve", "pensieve", "radix",
+    "batchllm", "adaptive",
+)  # fmt: skip
 CACHING = ("vllm-v1", *TIERED, *TREES, "batchllm:batching=sglang", "hcache:keeps=turns", "pensieve")
 SIZES = ({"gpu": 16, "seqs": 3}, {"gpu": 16, "seqs": 3, "chunked": True})
 

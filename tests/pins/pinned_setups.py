@@ -26,24 +26,9 @@ from sim.systems.base import Asked
 PREPARED, TOGETHER = 200, 20
 """Setups, and those of them that are one configuration."""
 NUMBERS = (
-    "-1",
-    "0",
-    "1e-3",
-    "0.01",
-    "0.5",
-    "1",
-    "1.5",
-    "2",
-    "3",
-    "16",
-    "100",
-    "10000",
-    "10001",
-    "1e9",
-    "1e13",
-    "inf",
+    "-1", "0", "1e-3", "0.01", "0.5", "1", "1.5", "2", "3", "16", "100", "10000", "10001", "1e9", "1e13", "inf",
     "nan",
-)
+)  # fmt: skip
 WORKLOAD = {"workload": "sharegpt"}
 
 

@@ -77,24 +77,12 @@ USUALLY = ({}, {"seed": 5}, {"input_len": 60, "output_len": 7}, {"burstiness": 0
 OPTIONS: dict[str, list[dict[str, Any]]] = {name: [*USUALLY, {"request_rate": float("inf")}] for name in WORKLOADS}
 OPTIONS["uniform"] += [{"range_ratio": ratio} for ratio in (0, 0.25, 1, 1.5)] + [{"input_len": 1, "output_len": 2}]
 OPTIONS["ramp"] += [{"end_rate": 0.5}, {"end_rate": 1.0}, {"end_rate": 1e9}, {"request_rate": 5e8}]
-OPTIONS["burst"] += [
-    {"burst_factor": 3.0},
-    {"burst_period": 20.0},
-    {"burst_duration": 59.0},
-    {"burst_duration": 60.0},
-]
+OPTIONS["burst"] += [{"burst_factor": 3.0}, {"burst_period": 20.0}, {"burst_duration": 59.0}, {"burst_duration": 60.0}]
 OPTIONS["sessions"] += [
-    {"turns": 1.0},
-    {"think_time": 1.0},
-    {"shared_prefix": 0},
-    {"shared_prefix": 40, "prefix_groups": 3},
-    {"range_ratio": 0.0},
-    {"max_context": 1200},
-    {"max_context": 1087},
-    {"hash_block_tokens": 100},
-    {"range_ratio": 0.0, "max_context": 1281},
-    {"range_ratio": 0.0, "max_context": 1280},
-]
+    {"turns": 1.0}, {"think_time": 1.0}, {"shared_prefix": 0}, {"shared_prefix": 40, "prefix_groups": 3},
+    {"range_ratio": 0.0}, {"max_context": 1200}, {"max_context": 1087}, {"hash_block_tokens": 100},
+    {"range_ratio": 0.0, "max_context": 1281}, {"range_ratio": 0.0, "max_context": 1280},
+]  # fmt: skip
 
 OPTIONS["documents"] += [{"documents": 2, "document_len": 96}, {"corpus": 6}, {"skew": 0}, {"hash_block_tokens": 64}]
 

@@ -44,10 +44,7 @@ def test_the_factor_is_the_conformal_quantile_by_hand():
         ({"tp": 2}, HERE),
         ({}, HERE._replace(parallelism="one GPU")),
         ({"tp": 2, "quantization": "fp8"}, HERE._replace(weights="fp8")),
-        (
-            {"model": "qwen3-30b-a3b", "data_parallel_size": 2},
-            HERE._replace(layers="experts", parallelism="ranks"),
-        ),
+        ({"model": "qwen3-30b-a3b", "data_parallel_size": 2}, HERE._replace(layers="experts", parallelism="ranks")),
     ],
 )
 def test_a_run_is_like_rows_of_its_layers_weights_and_layout(changes, kind):

@@ -16,18 +16,10 @@ from sim.results.sections import SLOClass, TierUse
 
 def result_of(policy="vllm-recompute", **changes):
     figures = {
-        "duration": 100.0,
-        "completed": 200,
-        "ignored": 1,
-        "request_throughput": 2.0,
-        "output_throughput": 400.0,
-        "total_token_throughput": 1400.0,
-        "request_goodput": 1.5,
-        "goodput_attainment": 0.75,
-        "num_preemptions": 40,
-        "makespan_s": 101.0,
-        "lanes": lanes(compute=50.5),
-    }
+        "duration": 100.0, "completed": 200, "ignored": 1, "request_throughput": 2.0, "output_throughput": 400.0,
+        "total_token_throughput": 1400.0, "request_goodput": 1.5, "goodput_attainment": 0.75, "num_preemptions": 40,
+        "makespan_s": 101.0, "lanes": lanes(compute=50.5),
+    }  # fmt: skip
     for name, mean in (("ttft", 5100.0), ("queue", 4800.0), ("tpot", 41.0), ("itl", 40.0), ("e2el", 15_100.0)):
         figures |= {f"mean_{name}_ms": mean, f"median_{name}_ms": mean / 2, f"p99_{name}_ms": mean * 3}
     return small_result(policy=policy, **(figures | changes))
@@ -35,16 +27,10 @@ def result_of(policy="vllm-recompute", **changes):
 
 def layerkv(policy="layerkv", **changes):
     changed = {
-        "mean_ttft_ms": 408.0,
-        "p99_ttft_ms": 1000.0,
-        "mean_queue_ms": 102.0,
-        "mean_tpot_ms": 82.0,
-        "p99_tpot_ms": 200.0,
-        "mean_e2el_ms": 20_408.0,
-        "num_preemptions": 0,
-        "counters": counts(parked=120),
+        "mean_ttft_ms": 408.0, "p99_ttft_ms": 1000.0, "mean_queue_ms": 102.0, "mean_tpot_ms": 82.0,
+        "p99_tpot_ms": 200.0, "mean_e2el_ms": 20_408.0, "num_preemptions": 0, "counters": counts(parked=120),
         "goodput_attainment": 0.9,
-    }
+    }  # fmt: skip
     return result_of(policy, **(changed | changes))
 
 

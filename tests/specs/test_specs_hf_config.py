@@ -316,10 +316,7 @@ def test_the_quantisation_file_beside_the_config_counts_too(tmp_path):
 
 @pytest.mark.parametrize(
     ("change", "words"),
-    [
-        ({}, ""),
-        ({"use_cla": True, "cla_share_factor": 2}, "layers that share KV are not computed by the runtime"),
-    ],
+    [({}, ""), ({"use_cla": True, "cla_share_factor": 2}, "layers that share KV are not computed by the runtime")],
 )
 def test_the_runtime_computes_layers_that_keep_all_their_own_kv(tmp_path, change, words):
     fields = Fields(LLAMA | change, tmp_path / "config.json")

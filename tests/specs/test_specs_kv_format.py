@@ -119,14 +119,8 @@ def test_half_of_yoco_sees_a_prompts_last_token_only(tmp_path):
 def test_bytes_of_types_by_hand():
     """int4: half a byte, and 4 bytes of scale and zero point for each 64 elements; 80 elements have two groups."""
     assert {name: dtype.bytes_per_element(128) for name, dtype in KV_DTYPES.items()} == {
-        "bfloat16": 2.0,
-        "fp8": 1.0,
-        "fp8_e4m3": 1.0,
-        "fp8_e5m2": 1.0,
-        "int8": 1.0625,
-        "int4": 0.5625,
-        "kivi2": 0.375,
-    }
+        "bfloat16": 2.0, "fp8": 1.0, "fp8_e4m3": 1.0, "fp8_e5m2": 1.0, "int8": 1.0625, "int4": 0.5625, "kivi2": 0.375,
+    }  # fmt: skip
     assert KV_DTYPES["int4"].bytes_per_element(80) == 0.5 + 8 / 80
     model = load_model("llama-2-7b").with_kv_dtype(KV_DTYPES["int4"])
     assert model.kv_bytes_per_token() == 2 * 32 * 32 * (128 / 2 + 2 * 4)
@@ -195,11 +189,7 @@ def test_each_decode_reads_its_last_tokens_whatever_the_context(gpu):
 
 @pytest.mark.parametrize(
     ("policy", "what"),
-    [
-        ("layerkv", "memory=layers"),
-        ("vllm-swap", "eviction=swap"),
-        ("vllm-v1:cpu-chunks=10", "--kv-offloading-size"),
-    ],
+    [("layerkv", "memory=layers"), ("vllm-swap", "eviction=swap"), ("vllm-v1:cpu-chunks=10", "--kv-offloading-size")],
 )
 def test_what_moves_kv_refuses_last_tokens_that_no_block_holds(policy, what):
     with pytest.raises(UserError, match=f"--kv-cache-dtype kivi2: .*{what}.* may move or share KV"):

@@ -19,13 +19,9 @@ FITTING = [n for n in built_in_models() if load_model(n).num_heads % 8 == 0 and 
 
 def pool(model, gpu, **options):
     defaults = {
-        "tensor_parallel_size": 1,
-        "gpu_memory_utilization": 0.9,
-        "block_size": 16,
-        "max_num_batched_tokens": 4096,
-        "max_num_seqs": 256,
-        "swap_space_bytes_per_gpu": 4 * GIB,
-    }
+        "tensor_parallel_size": 1, "gpu_memory_utilization": 0.9, "block_size": 16, "max_num_batched_tokens": 4096,
+        "max_num_seqs": 256, "swap_space_bytes_per_gpu": 4 * GIB,
+    }  # fmt: skip
     return kv_cache_blocks(load_model(model), load_hardware(gpu), **(defaults | options))
 
 

@@ -100,8 +100,7 @@ def test_groups_that_cannot_split_the_heads_are_refused(model, tp):
 
 
 @pytest.mark.parametrize(
-    ("name", "right"),
-    [("lama-2-7b", "llama-2-7b"), ("meta-lama/Llama-2-70b-hf", "llama-2-70b"), ("OPT13b", "opt-13b")],
+    ("name", "right"), [("lama-2-7b", "llama-2-7b"), ("meta-lama/Llama-2-70b-hf", "llama-2-70b"), ("OPT13b", "opt-13b")]
 )
 def test_an_unknown_name_gets_the_nearest_right_one_and_the_list(name, right):
     with pytest.raises(UserError, match=f"did you mean '{right}'.*Known: deepseek-v2-lite, .*yi-34b-200k"):

@@ -299,13 +299,8 @@ def test_the_code_is_each_file_that_decides_a_run_by_its_name_and_content(tmp_pa
         return found[-1] != found[-2]
 
     decide = (
-        "sim/a.py",
-        "sim/cost/a.json",
-        "sim/study/points.py",
-        "sim/results/report.py",
-        "traces/b.py",
-        "traces/c.json",
-    )
+        "sim/a.py", "sim/cost/a.json", "sim/study/points.py", "sim/results/report.py", "traces/b.py", "traces/c.json",
+    )  # fmt: skip
     assert all(write(name, "x") for name in decide)
     assert all(write(name, "y") for name in decide)
     assert not any(map(write, ("sim/study/sweep.py", "sim/results/figures/x.py", "sim/a.txt", "calib/a.py"), "xxxx"))

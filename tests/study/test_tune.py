@@ -325,10 +325,7 @@ def test_trials_without_optuna_say_what_to_install(tmp_path, monkeypatch):
         ({"slo": ["goodput_attainment:99"]}, "99 % is goodput_attainment:0.99"),
         ({"slo": ["goodput_attainment:0.9"]}, "counts requests within goodput = ['ttft:3000', ...]; give it"),
         ({"slo": [*TTFT, "p99_ttft_ms:90"]}, "p99_ttft_ms <= 2000 and p99_ttft_ms <= 90 bound one metric"),
-        (
-            {"slo": TTFT, "goal": "gpus"},
-            "'gpus' is not one of load, goodput; the fewest GPUs, and the",
-        ),
+        ({"slo": TTFT, "goal": "gpus"}, "'gpus' is not one of load, goodput; the fewest GPUs, and the"),
         ({"slo": TTFT, "goal": "goodput"}, "counts requests within goodput"),
         ({"slo": TTFT, "storage": "sqlite://"}, "give trials, or leave it out"),
         ({"slo": TTFT, "trial": 3}, "unknown key tune.trial"),

@@ -37,8 +37,7 @@ def iterate(order: Mlfq, times: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("prompt", "level"),
-    [(1, 0), (10, 0), (11, 1), (20, 1), (21, 2), (40, 2), (41, 3), (80, 3), (81, 3), (10_000, 3)],
+    ("prompt", "level"), [(1, 0), (10, 0), (11, 1), (20, 1), (21, 2), (40, 2), (41, 3), (80, 3), (81, 3), (10_000, 3)]
 )
 def test_a_request_joins_the_first_level_whose_quantum_covers_its_prefill(prompt: int, level: int) -> None:
     order = queue()

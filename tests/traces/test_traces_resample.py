@@ -37,10 +37,7 @@ def test_the_rate_stays_and_gaps_within_blocks_too():
 
 def test_a_block_that_comes_again_is_other_text_but_for_what_blocks_share():
     """Block 0 and 1 share id 7, as a system prompt; 1 and 2 are their own."""
-    requests = [
-        Request(0, 0.0, 32, 4, "a", (7, 1), 16, (3,)),
-        Request(1, 1.0, 32, 4, "b", (7, 2), 16),
-    ]
+    requests = [Request(0, 0.0, 32, 4, "a", (7, 1), 16, (3,)), Request(1, 1.0, 32, 4, "b", (7, 2), 16)]
     drawn = list(islice(resample(requests, 1.0, 0), 40))
     assert all(r.hash_ids[0] == 7 for r in drawn)
     own = [(r.session_id, r.hash_ids[1], r.output_hash_ids) for r in drawn]

@@ -14,13 +14,7 @@ from runtime_small import SMALL, Runner
 
 from gpu_runtime.kv import batched_copies, copy_engine, copy_worker
 from gpu_runtime.kv.copies import KVCopies
-from gpu_runtime.kv.copy_engine import (
-    CopyEngine,
-    CopyFailed,
-    contiguous_runs,
-    pieces,
-    prefers_staging,
-)
+from gpu_runtime.kv.copy_engine import CopyEngine, CopyFailed, contiguous_runs, pieces, prefers_staging
 from gpu_runtime.kv.pool import KVPool
 from gpu_runtime.kv.token_rows import TokenRows, token_places
 from gpu_runtime.model.decoder import Decoder

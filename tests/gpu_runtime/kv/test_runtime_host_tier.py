@@ -295,11 +295,7 @@ def test_what_is_computed_on_a_load_that_failed_is_nobodys_to_hit():
 
 @pytest.mark.parametrize(
     "changes",
-    [
-        lambda a: [Store(a, (0,), (70,)), Store(a, (1,), (70,))],
-        lambda a: [Load(a, 0, (70,))],
-        lambda a: [Drop((70,))],
-    ],
+    [lambda a: [Store(a, (0,), (70,)), Store(a, (1,), (70,))], lambda a: [Load(a, 0, (70,))], lambda a: [Drop((70,))]],
 )
 def test_facts_that_cannot_be_are_refused(changes):
     facts = Facts()

@@ -83,13 +83,7 @@ def watched(request, monkeypatch):
 
 @pytest.mark.parametrize(
     ("hosted", "events"),
-    [
-        ((), "LLLL"),
-        ((2,), "iLLLoL"),
-        ((0, 2), "iiLoLLoL"),
-        ((0, 1, 3), "iiLoiLoLLo"),
-        ((0, 1, 2, 3), "iiLoiLoiLoLo"),
-    ],
+    [((), "LLLL"), ((2,), "iLLLoL"), ((0, 2), "iiLoLLoL"), ((0, 1, 3), "iiLoiLoLLo"), ((0, 1, 2, 3), "iiLoiLoiLoLo")],
 )
 def test_the_copies_of_the_next_two_turns_are_under_way_when_a_layer_of_a_decode_starts(watched, hosted, events):
     watched.work.add_decode(watched.hold(hosted), 22, range(30))

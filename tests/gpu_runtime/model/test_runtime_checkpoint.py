@@ -12,15 +12,9 @@ from gpu_runtime.model.decoder import Decoder
 from sim.errors import UserError
 
 CONFIG = {
-    "model_type": "qwen2",
-    "num_hidden_layers": 2,
-    "hidden_size": 16,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 24,
-    "vocab_size": 11,
-    "max_position_embeddings": 32,
-}
+    "model_type": "qwen2", "num_hidden_layers": 2, "hidden_size": 16, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "intermediate_size": 24, "vocab_size": 11, "max_position_embeddings": 32,
+}  # fmt: skip
 NORM, K_BIAS = "model.norm.weight", "model.layers.1.self_attn.k_proj.bias"
 
 

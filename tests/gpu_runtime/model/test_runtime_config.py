@@ -18,16 +18,10 @@ LLAMA3 = {
     "original_max_position_embeddings": 8192,
 }
 PLAIN = {
-    "model_type": "llama",
-    "num_hidden_layers": 2,
-    "hidden_size": 64,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "intermediate_size": 96,
-    "vocab_size": 100,
+    "model_type": "llama", "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 96, "vocab_size": 100,
     "max_position_embeddings": 128,
-}
+}  # fmt: skip
 
 
 def test_built_in_models_have_the_shapes_of_their_specs_or_are_refused():

@@ -216,9 +216,6 @@ def test_an_iteration_without_tokens_waits_for_the_device(monkeypatch):
     assert len(without) == 3 and len(waited) - 1 == len(plans) == 6
 
 
-@pytest.mark.parametrize(
-    ("most", "sizes"),
-    [(1, [1]), (3, [1, 2, 4]), (17, [1, 2, 4, 8, 16, 24])],
-)
+@pytest.mark.parametrize(("most", "sizes"), [(1, [1]), (3, [1, 2, 4]), (17, [1, 2, 4, 8, 16, 24])])
 def test_sizes_are_vllms(most, sizes):
     assert capture_sizes(most) == sizes

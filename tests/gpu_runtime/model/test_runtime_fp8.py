@@ -145,10 +145,7 @@ def test_random_weights_are_fp8_where_the_config_says_so(keeps):
 @pytest.mark.parametrize(
     ("quantization", "refusal"),
     [
-        (
-            AUTO_FP8 | {"weight_block_size": [128, 128]},
-            r"weight_block_size \[128, 128\].*expected a scale a matrix",
-        ),
+        (AUTO_FP8 | {"weight_block_size": [128, 128]}, r"weight_block_size \[128, 128\].*expected a scale a matrix"),
         ({"quant_method": "gptq"}, "has quant_method 'gptq'.*expected fp8 or compressed-tensors"),
         (compressed("channel", type="int"), "has config_groups .*'int'.*expected weights of type float"),
         (compressed("group"), "has strategy 'group'.*expected tensor or channel"),

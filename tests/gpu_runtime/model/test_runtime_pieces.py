@@ -99,8 +99,7 @@ def test_what_fits_runs_in_pieces_unless_something_acts_between_layers(variant, 
 
 
 @pytest.mark.parametrize(
-    ("seqs", "tokens", "sizes"),
-    [(3, 2048, [1, 2, 4]), (256, 20, [1, 2, 4, 8, 16, 24]), (1, 8, [1, 2])],
+    ("seqs", "tokens", "sizes"), [(3, 2048, [1, 2, 4]), (256, 20, [1, 2, 4, 8, 16, 24]), (1, 8, [1, 2])]
 )
 def test_sizes_are_vllms(seqs, tokens, sizes):
     """`VllmConfig._set_cudagraph_sizes`: twice the sequences at most; and no larger than what a batch can fill."""

@@ -10,16 +10,10 @@ from runtime_small import Runner
 from gpu_runtime.model.decoder import Decoder, greedy
 
 SHAPE = {
-    "hidden_size": 48,
-    "intermediate_size": 80,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "vocab_size": 97,
-    "max_position_embeddings": 256,
-    "initializer_range": 0.15,
+    "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 4, "num_attention_heads": 6,
+    "num_key_value_heads": 2, "vocab_size": 97, "max_position_embeddings": 256, "initializer_range": 0.15,
     "eos_token_id": None,
-}
+}  # fmt: skip
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 MOE = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 20, "head_dim": 8}
 MODELS = {

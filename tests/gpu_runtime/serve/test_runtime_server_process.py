@@ -28,17 +28,10 @@ torch.set_num_threads(1)
 
 ROOT = Path(__file__).parents[3]
 CONFIG = {
-    "model_type": "llama",
-    "vocab_size": 128,
-    "hidden_size": 48,
-    "intermediate_size": 80,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 4096,
+    "model_type": "llama", "vocab_size": 128, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 4,
+    "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 4096,
     "torch_dtype": "float32",
-}
+}  # fmt: skip
 
 
 @pytest.fixture

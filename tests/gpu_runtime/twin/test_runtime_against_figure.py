@@ -20,10 +20,7 @@ def test_each_panel_has_what_its_title_says():
     assert [ax.get_title(loc="left") for ax in axes] == [
         "Time to first token", "Time per output token", "TTFT over the run", "Request against request",
     ]  # fmt: skip
-    for ax, simulated, measured in (
-        (ttft, [0.2, 0.4, 0.9], [0.25, 0.5, 1.0]),
-        (tpot, [0.2, 0.4], [0.25, 0.5]),
-    ):
+    for ax, simulated, measured in ((ttft, [0.2, 0.4, 0.9], [0.25, 0.5, 1.0]), (tpot, [0.2, 0.4], [0.25, 0.5])):
         shares = [100 * (i + 1) / len(measured) for i in range(len(measured))]
         lines = {line.get_label(): line for line in ax.get_lines()}
         for name, values in (("simulated", simulated), ("measured", measured)):

@@ -312,12 +312,7 @@ TOKENS_HIT = 47 + 95
 
 
 @pytest.mark.parametrize(
-    ("policy", "hit"),
-    [
-        ("vllm-v1", BLOCKS_HIT),
-        ("cachedattention:disk-space=0", BLOCKS_HIT),
-        ("radix", TOKENS_HIT),
-    ],
+    ("policy", "hit"), [("vllm-v1", BLOCKS_HIT), ("cachedattention:disk-space=0", BLOCKS_HIT), ("radix", TOKENS_HIT)]
 )
 def test_a_live_run_hits_what_a_simulated_one_does(tmp_path, capsys, policy, hit):
     """Two conversations; a turn waits for the answer before, and begins with all that was said."""
