@@ -3,6 +3,8 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
+import simpy
+
 from kvtwin.testing.engines import Machine, build_engine, linear_machine
 from sim.clock.arrivals import Arrivals
 from sim.clock.assembly import member_class, mixed_pools, routers_of, turns_of
@@ -67,12 +69,12 @@ def simulate_pools(
     machine = machine or linear_machine(limit.block_bytes)
     source = arrivals if isinstance(arrivals, Arrivals) else Arrivals(arrivals)
     outcome = ClusterOutcome([])
-    gaps = GapCollector()
+    env, gaps = simpy.Environment(), GapCollector()
     for number in range(prefill + decode):
         role: Role = "prefill" if number < prefill else "decode"
         own = limit if role == "prefill" or decode_limit is None else decode_limit
         count = stages[role == "decode"]
-        _add_engine(outcome, policy, own, machine, gaps, source, count, jump=jump, checked=checked, role=role)
+        _add_engine(outcome, env, policy, own, machine, gaps, source, count, jump=jump, checked=checked, role=role)
     for member in outcome.members:
         member.observer = observer
     front = range(prefill * stages[0])
@@ -95,8 +97,8 @@ def simulate_pools(
     if router is None and policy.names["memory"] == STORED:
         router = _conductor(policy, outcome.members, prefill, limit, decode_limit or limit, machine, bytes_per_s)
     to = to_pipelines(router or front_router, stages[0])
-    cluster = Cluster(outcome.members, source, to, front, hand_overs)
-    cluster.serve()
+    cluster = Cluster(env, outcome.members, source, to, front, hand_overs)
+    env.run(until=env.process(cluster.serve()))
     return outcome
 
 
@@ -137,17 +139,18 @@ def simulate_replicas(
     """Run one engine for each policy behind a router, a pipeline of `stages` each; `observer` hears of every plan."""
     machine = machine or linear_machine(limit.block_bytes)
     source = arrivals if isinstance(arrivals, Arrivals) else Arrivals(arrivals)
-    outcome, gaps = ClusterOutcome([]), GapCollector()
+    env, outcome, gaps = simpy.Environment(), ClusterOutcome([]), GapCollector()
     for policy in policies:
-        _add_engine(outcome, policy, limit, machine, gaps, source, stages, jump=jump, checked=checked)
+        _add_engine(outcome, env, policy, limit, machine, gaps, source, stages, jump=jump, checked=checked)
     for member in outcome.members:
         member.observer = observer
-    Cluster(outcome.members, source, to_pipelines(router, stages)).serve()
+    env.run(until=env.process(Cluster(env, outcome.members, source, to_pipelines(router, stages)).serve()))
     return outcome
 
 
 def _add_engine(
     outcome: ClusterOutcome,
+    env: simpy.Environment,
     policy: Policy,
     limit: Limits,
     machine: Machine,
@@ -162,11 +165,12 @@ def _add_engine(
     """A member, or the virtual engines of a pipeline with `limit` each."""
     pipeline = Pipeline(machine.cost, stages, HAND_OVER_S_PER_TOKEN) if stages > 1 else None
     for _ in range(stages):
-        _add_member(outcome, policy, limit, machine, gaps, source, pipeline, jump=jump, checked=checked, role=role)
+        _add_member(outcome, env, policy, limit, machine, gaps, source, pipeline, jump=jump, checked=checked, role=role)
 
 
 def _add_member(
     outcome: ClusterOutcome,
+    env: simpy.Environment,
     policy: Policy,
     limit: Limits,
     machine: Machine,
@@ -184,7 +188,7 @@ def _add_member(
         outcome.ended.append((seq, place))
 
     engine = build_engine(policy, limit, replace(machine, role=role), end, checked=checked, gaps=gaps)
-    args = engine, machine.cost, Lanes(keep_intervals=True)
+    args = env, engine, machine.cost, Lanes(keep_intervals=True)
     layers, ended = machine.model.num_layers, source.ended if source.hears_ends else None
     if pipeline is None:
         hidden = machine.model.hidden_bytes_per_token_layer

@@ -25,6 +25,7 @@ from statistics import fmean
 from typing import NamedTuple
 
 import numpy as np
+import simpy
 from resumed import read, run_missing
 
 from sim.bounds.goodput import goodput_bound
@@ -137,15 +138,15 @@ def setup_of(cell: Cell, scenario: Scenario, policy: str) -> Setup:
 
 def run(true: Setup, told: Setup, requests: Sequence[Request]) -> SimulatedRun:
     """A run on the machine `true` of an engine that takes it to be `told`."""
-    parts = build_engines(told, None, NOTHING)[0]
+    env, parts = simpy.Environment(), build_engines(told, None, NOTHING)[0]
     parts.log.front_end_s = front_end_s = true.engine_profile.value("front_end_s") if true.engine_profile else 0.0
     arrivals = arrivals_of(true.scenario, requests, front_end_s)
     sizes = {
         "layers": true.model.num_layers, "block_bytes": true.limits.block_bytes,
         "hidden_bytes": true.model.hidden_bytes_per_token_layer,
     }  # fmt: skip
-    instance = Instance(parts.engine, true.cost, arrivals, parts.lanes, **sizes, observer=parts.observer)
-    return execute_all(SimulatedRun(engines=[parts], instances=[instance], serve=instance.serve))
+    instance = Instance(env, parts.engine, true.cost, arrivals, parts.lanes, **sizes, observer=parts.observer)
+    return execute_all(SimulatedRun(engines=[parts], instances=[instance], env=env, serve=instance.serve))
 
 
 class Name(NamedTuple):

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
+import simpy
 
 from kvtwin.testing.questions import ask_twice
 from sim.clock.arrivals import Arrivals
@@ -292,7 +293,9 @@ def simulate(
         assert left, f"{most_plans} plans and {len(ended)} requests ended: a request waits for ever"
         observer(plan, start_s, times)
 
+    env = simpy.Environment()
     instance = Instance(
+        env,
         engine,
         machine.cost,
         arrivals if isinstance(arrivals, Arrivals) else Arrivals(arrivals),
@@ -303,5 +306,5 @@ def simulate(
         jump=jump,
         observer=watch,
     )
-    instance.serve()
+    env.run(until=env.process(instance.serve()))
     return Outcome(engine.scheduler, instance, lanes, log, gaps, ended, plans, tokens)

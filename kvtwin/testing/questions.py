@@ -30,7 +30,7 @@ CONTRACT = (
 )  # fmt: skip
 NAMED = re.compile(r"_*(blocks|can|ever|has|is|longest|may|most|must|needs|next|num|steps|wants)_\w+|\w+_s")
 WHOLE = (type, Enum, Request, DecisionLog, FunctionType, BuiltinFunctionType, GeneratorType, ModuleType, CodeType)
-OTHERS = ("sim.clock.", "sim.cost.", "sim.engine.itl", "sim.engine.limits", "sim.results.", "sim.specs.")
+OTHERS = ("sim.clock.", "sim.cost.", "sim.engine.itl", "sim.engine.limits", "sim.results.", "sim.specs.", "simpy.")
 """Classes, and modules of classes, of which it counts which object it is: constants, and what no part asks."""
 
 

@@ -4,6 +4,8 @@ from collections.abc import Callable
 from copy import copy
 from functools import partial
 
+import simpy
+
 from sim.clock.arrivals import Arrivals
 from sim.clock.autoscaled import AutoscaledCluster
 from sim.clock.cluster import Cluster
@@ -43,20 +45,20 @@ from sim.topology.routers import FewestWaitingTokens, LeastLoaded, PromptTrees, 
 BYTES_PER_S_IN_GBPS = 1e9 / 8
 
 
-def build_cluster(engines: list[EngineParts], arrivals: Arrivals, *, jump: bool) -> Cluster:
+def build_cluster(engines: list[EngineParts], env: simpy.Environment, arrivals: Arrivals, *, jump: bool) -> Cluster:
     """The engines, put together on the virtual clock."""
     setup = engines[0].setup
     scenario = setup.scenario
-    members = _members(engines, arrivals, jump=jump)
+    members = _members(engines, env, arrivals, jump=jump)
     if setup.decode is None:
         router = make_router(scenario.router, scenario.seed, scenario.router_weights)
         if ranks := scenario.data_parallel_size:
-            return Cluster(members, arrivals, ToRanks(router, ranks))
-        return Cluster(members, arrivals, to_pipelines(router, setup.pp))
+            return Cluster(env, members, arrivals, ToRanks(router, ranks))
+        return Cluster(env, members, arrivals, to_pipelines(router, setup.pp))
     options = options_among((setup.policy,), MixedPoolOptions)
     if options.mixed_pool:
         pools = mixed_pools(members, scenario.prefill_replicas or 0, options.max_pending_tokens)
-        return Cluster(members, arrivals, pools, None, _hand_overs(engines, members, range(len(members)), pools))
+        return Cluster(env, members, arrivals, pools, None, _hand_overs(engines, members, range(len(members)), pools))
     front = range((scenario.prefill_replicas or 0) * setup.pp)
     decoders = range(len(front), len(members))
     if setup.policy.names["memory"] == STORED:
@@ -80,11 +82,12 @@ def build_cluster(engines: list[EngineParts], arrivals: Arrivals, *, jump: bool)
         router = Conditional(local, len(front), router, decode_router, caching=caching)
         front = range(len(members))
     hand_overs = _hand_overs(engines, members, decoders, to_pipelines(decode_router, setup.decode.pp))
-    return Cluster(members, arrivals, to_pipelines(router, setup.pp), front, hand_overs)
+    return Cluster(env, members, arrivals, to_pipelines(router, setup.pp), front, hand_overs)
 
 
 def build_autoscaled(
     engines: list[EngineParts],
+    env: simpy.Environment,
     arrivals: Arrivals,
     more: Callable[[], EngineParts],
     *,
@@ -109,12 +112,13 @@ def build_autoscaled(
     if start_s is None:
         start_s = START_S + setup.model.weight_bytes(setup.tp) / WEIGHTS_BYTES_PER_S
     return AutoscaledCluster(
-        _members(engines, arrivals, jump=jump),
+        env,
+        _members(engines, env, arrivals, jump=jump),
         arrivals,
         make_router(scenario.router, scenario.seed),
         options=options,
         autoscaler=autoscaler,
-        more=lambda: _members([more()], arrivals, jump=jump)[0],
+        more=lambda: _members([more()], env, arrivals, jump=jump)[0],
         start_s=start_s,
     )
 
@@ -175,14 +179,14 @@ def turns_of(member: Member) -> Callable[[float], int] | None:
     return None
 
 
-def _members(engines: list[EngineParts], arrivals: Arrivals, *, jump: bool) -> list[Member]:
+def _members(engines: list[EngineParts], env: simpy.Environment, arrivals: Arrivals, *, jump: bool) -> list[Member]:
     """Engines on the clock; of one with stages its virtual engines, which follow one another."""
     members: list[Member] = []
     pipeline: Pipeline | None = None
     lockstep: Lockstep | None = None
     ended = arrivals.ended if arrivals.hears_ends else None
     for place, parts in enumerate(engines):
-        setup, args = parts.setup, (parts.engine, parts.setup.cost, parts.lanes)
+        setup, args = parts.setup, (env, parts.engine, parts.setup.cost, parts.lanes)
         layers, block_bytes = setup.model.num_layers, setup.limits.block_bytes
         hidden_bytes = setup.model.hidden_bytes_per_token_layer
         if setup.experts is not None and setup.experts.ranks > 1:

@@ -9,6 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from math import inf
 
+import simpy
+
 from sim.clock.arrivals import Arrivals
 from sim.clock.cluster import Cluster
 from sim.clock.member import Member
@@ -39,6 +41,7 @@ class AutoscaledCluster(Cluster):
 
     def __init__(
         self,
+        env: simpy.Environment,
         members: list[Member],
         arrivals: Arrivals,
         router: Router,
@@ -48,7 +51,7 @@ class AutoscaledCluster(Cluster):
         more: Callable[[], Member],
         start_s: float,
     ) -> None:
-        super().__init__(members, arrivals, router)
+        super().__init__(env, members, arrivals, router)
         self.members: list[Member] = members
         self.options, self.autoscaler, self.start_s, self._more = options, autoscaler, start_s, more
         self.lives = [Lifetime(0.0, 0.0) for _ in members]

@@ -5,7 +5,7 @@ commits its iterations when every other one has come as far. Boundaries within 1
 are settled, then what arrived is routed, then all decide. Nothing depends on how rounding orders them.
 """
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from heapq import heappop, heappush
 from math import inf
 
@@ -13,7 +13,6 @@ import simpy
 
 from sim.clock.arrivals import TIE_S, Arrivals
 from sim.clock.hand_overs import HandOvers
-from sim.clock.instance import never
 from sim.clock.member import Member
 from sim.errors import InvariantError
 from sim.topology.routers import REJECT, Router
@@ -31,6 +30,7 @@ class Cluster:
 
     def __init__(
         self,
+        env: simpy.Environment,
         members: Sequence[Member],
         arrivals: Arrivals,
         router: Router,
@@ -38,8 +38,7 @@ class Cluster:
         hand_overs: HandOvers | None = None,
     ) -> None:
         """`hand_overs` take sequences from the `front` to other members; without them each prefills and decodes."""
-        self.env = simpy.Environment()
-        self.members, self.arrivals, self.router = members, arrivals, router
+        self.env, self.members, self.arrivals, self.router = env, members, arrivals, router
         for member in members if router.sees_kv else ():
             member.jump = False
         self._front = range(len(members)) if front is None else front
@@ -51,26 +50,15 @@ class Cluster:
         self._heap: list[tuple[float, int]] = []
         self._settling: set[int] = set()
 
-    def serve(self, stopped: Callable[[], bool] = never) -> bool:
-        """Serve until every request has ended, or `stopped` says so; returns whether all have ended.
-
-        Other processes may be on the clock `env`.
-        """
-        # Never comes: an empty queue answers `peek`, which is asked at every boundary, with an exception.
-        self.env.timeout(inf)
-        return bool(self.env.run(until=self.env.process(self._process(stopped))))
-
-    def _process(self, stopped: Callable[[], bool]) -> Generator[simpy.Event, None, bool]:
+    def serve(self) -> Generator[simpy.Event, None, None]:
+        """Serve until every request has ended."""
         env, arrivals, peek = self.env, self.arrivals, self.env.peek
         now_s = env.now
-        while not stopped():
+        while True:
             boundary_s = self._next_boundary_s()
             next_s = arrivals.next_s
             if boundary_s == next_s == inf:
-                self._check(now_s)
-                if now_s > env.now:
-                    yield env.timeout(now_s - env.now)
-                return True
+                break
             alone = next_s < boundary_s - TIE_S
             now_s = max(now_s, next_s if alone else boundary_s)
             if peek() <= now_s:
@@ -79,7 +67,9 @@ class Cluster:
                 arrivals.deliver(next_s, self._route)
             else:
                 self._pass(boundary_s)
-        return False
+        self._check(now_s)
+        if now_s > env.now:
+            yield env.timeout(now_s - env.now)
 
     def _next_boundary_s(self) -> float:
         heap, members = self._heap, self.members

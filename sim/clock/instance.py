@@ -1,13 +1,15 @@
-"""The virtual clock of one engine: plans are priced, and it is that much later.
+"""The virtual clock: a SimPy process that has plans priced and waits.
 
-An instance pulls the arrivals that are due at each iteration boundary; decisions happen nowhere else. Nothing else is
-on its clock: engines that share one are `sim.clock.cluster`'s.
+One process is one serving instance; it pulls the arrivals that are due at each iteration boundary (decisions happen
+nowhere else) and sleeps until the next one.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Generator
 from heapq import heappop, heappush
 from math import inf
 from typing import Any
+
+import simpy
 
 from sim.clock.arrivals import TIE_S, Arrivals, end_time_s
 from sim.cost.model import CostModel
@@ -22,16 +24,12 @@ Observer = Callable[[IterationPlan, float, StepTimes], None]
 """Hears of every plan, when it started and when its tokens came, before it is committed."""
 
 
-def never() -> bool:
-    """Nothing stops a run."""
-    return False
-
-
 class Instance:
     """One engine on the virtual clock."""
 
     def __init__(
         self,
+        env: simpy.Environment,
         engine: Engine,
         cost: CostModel,
         arrivals: Arrivals,
@@ -45,7 +43,7 @@ class Instance:
         observer: Observer | None = None,
         pricer: type[Pricer] = Pricer,
     ) -> None:
-        self.engine, self.cost = engine, cost
+        self.env, self.engine, self.cost = env, engine, cost
         self.arrivals, self.lanes = arrivals, lanes
         self.jump = jump
         num_groups = engine.scheduler.memory.num_groups
@@ -62,17 +60,19 @@ class Instance:
             self._log_end = engine.on_end
             engine.on_end = self._end
 
-    def serve(self, stopped: Callable[[], bool] = never) -> bool:
-        """Serve until every request of the trace has ended, or `stopped` says so; returns whether all have ended.
+    def serve(self) -> Generator[simpy.Event, None, None]:
+        """Serve until every request of the trace has ended.
 
-        It is asked at every iteration. A function that is not compiled lets handlers of signals run.
+        The process runs ahead of `env.now` as long as no other event is due before the end of an iteration: what
+        nothing else can notice need not be an event.
         """
         if self.engine.schedules_ahead:
-            return self._serve_ahead(stopped)
-        engine, arrivals, transfers = self.engine, self.arrivals, self._transfers
-        observer, pricer = self.observer, self.pricer
-        now_s = 0.0
-        while not stopped():
+            yield from self._serve_ahead()
+            return
+        env, engine, arrivals, transfers = self.env, self.engine, self.arrivals, self._transfers
+        observer, peek, pricer = self.observer, env.peek, self.pricer
+        now_s: float = env.now
+        while True:
             due_s = now_s + TIE_S
             if arrivals.next_s <= due_s:
                 arrivals.deliver(due_s, engine.add_request)
@@ -83,38 +83,41 @@ class Instance:
                 times = None
                 end_s = self._wakes_s
                 if end_s == inf:
-                    return self._at_end(now_s)
+                    break
             else:
                 times = self._run(plan, now_s) if plan.max_steps > 1 else pricer.step(plan, now_s)
                 end_s = times.end_s
                 if plan.awaited:
                     self._tell_started()
+            if peek() <= end_s:
+                yield env.timeout(end_s - env.now)
             if plan is not None and times is not None:
                 self.iterations += times.iterations
                 if observer is not None:
                     observer(plan, now_s, times)
                 engine.commit(plan, times)
             now_s = end_s
-        return False
-
-    def _at_end(self, now_s: float) -> bool:
-        if self.engine.has_unfinished:
+        if engine.has_unfinished:
             raise InvariantError(f"the engine stands still at {now_s} s with requests unfinished")
-        return True
+        if now_s > env.now:
+            yield env.timeout(now_s - env.now)
 
-    def _serve_ahead(self, stopped: Callable[[], bool]) -> bool:
+    def _serve_ahead(self) -> Generator[simpy.Event, None, None]:
         """Two iterations in flight: as one begins, the next is scheduled, with the arrivals known then.
 
         A plan is priced when it is made, so its tokens are counted at once; the sequences that end with them are told
         of when the tokens come. Nothing jumps before that: a closed loop may send a request then.
         """
-        engine, arrivals, transfers = self.engine, self.arrivals, self._transfers
-        observer, host, pricer = self.observer, self.lanes.host, self.pricer
+        env, engine, arrivals, transfers = self.env, self.engine, self.arrivals, self._transfers
+        observer, peek, host, pricer = self.observer, env.peek, self.lanes.host, self.pricer
         older: StepTimes | None = None
         older_ended: list[Sequence] = []
-        now_s = free_s = 0.0
+        now_s: float = env.now
+        free_s = now_s
         reports_copies = engine.scheduler.batching.reports_copies
-        while not stopped():
+        while True:
+            if peek() <= now_s:
+                yield env.timeout(now_s - env.now)
             if arrivals.next_s <= now_s + TIE_S:
                 arrivals.deliver(now_s + TIE_S, engine.add_request)
             if transfers:
@@ -138,7 +141,7 @@ class Instance:
             elif newer is None:
                 wakes_s = self._wakes_s
                 if wakes_s == inf:
-                    return self._at_end(now_s)
+                    break
                 now_s = wakes_s
             older, older_ended = newer, newer_ended
             if older is not None and (last_s := older.last_s) is not None:
@@ -147,7 +150,10 @@ class Instance:
             # Host time: the next is scheduled once this one's is over.
             if host.free_s > now_s:
                 now_s = host.free_s
-        return False
+        if engine.has_unfinished:
+            raise InvariantError(f"the engine stands still at {now_s} s with requests unfinished")
+        if now_s > env.now:
+            yield env.timeout(now_s - env.now)
 
     @property
     def _wakes_s(self) -> float:

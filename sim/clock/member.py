@@ -9,6 +9,8 @@ from collections.abc import Callable
 from heapq import heappop, heappush
 from math import inf
 
+import simpy
+
 from sim.clock.arrivals import TIE_S, Arrivals, end_time_s
 from sim.clock.instance import Instance, Observer
 from sim.cost.model import CostModel
@@ -62,6 +64,7 @@ class Member(Instance):
 
     def __init__(
         self,
+        env: simpy.Environment,
         engine: Engine,
         cost: CostModel,
         lanes: Lanes,
@@ -77,7 +80,7 @@ class Member(Instance):
         """`ended` hears of every request that ended and when, s."""
         self.inbox = Inbox()
         super().__init__(
-            engine, cost, self.inbox, lanes, layers=layers, block_bytes=block_bytes, hidden_bytes=hidden_bytes,
+            env, engine, cost, self.inbox, lanes, layers=layers, block_bytes=block_bytes, hidden_bytes=hidden_bytes,
             jump=jump, observer=observer, pricer=pricer,
         )  # fmt: skip
         self.end_s = inf

@@ -1,6 +1,9 @@
 """From a setup to a finished run on the virtual clock: traffic, engines, clock. `sim/results/result` sums it up."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Generator, Iterable
+from math import inf
+
+import simpy
 
 from sim.clock.instance import Instance
 from sim.results.metrics import TableSink
@@ -15,8 +18,8 @@ from traces.request import Request
 class SimulatedRun(Run, kw_only=True):
     """A run on the virtual clock."""
 
-    serve: Callable[[Callable[[], bool]], bool]
-    """Runs to the end, or until what it is given says so; returns which it was."""
+    env: simpy.Environment
+    serve: Callable[[], Generator[simpy.Event, None, None]]
 
 
 NOTHING = Recording()
@@ -31,7 +34,7 @@ def build_run(
     jump: bool = True,
 ) -> SimulatedRun:
     """Put engines and what drives them together; `execute` sets it going."""
-    scenario = setup.scenario
+    env, scenario = simpy.Environment(), setup.scenario
     front_end_s, s_per_token = setup.engine_profile.front_end() if setup.engine_profile else (0.0, 0.0)
     arrivals = arrivals_of(scenario, requests, front_end_s, s_per_token)
     engines = build_engines(setup, table, keep)
@@ -39,15 +42,16 @@ def build_run(
     if scenario.autoscale is not None:
         from sim.clock.assembly import build_autoscaled  # noqa: PLC0415 - most runs have one engine
 
-        scaled = build_autoscaled(engines, arrivals, lambda: further_engine(engines, keep), jump=jump)
-        return SimulatedRun(engines=engines, instances=scaled.members, serve=scaled.serve, lives=scaled.lives)
+        scaled = build_autoscaled(engines, env, arrivals, lambda: further_engine(engines, keep), jump=jump)
+        return SimulatedRun(engines=engines, instances=scaled.members, env=env, serve=scaled.serve, lives=scaled.lives)
     if scenario.num_engines > 1 or setup.pp > 1:
         from sim.clock.assembly import build_cluster  # noqa: PLC0415 - most runs have one engine
 
-        cluster = build_cluster(engines, arrivals, jump=jump)
-        return SimulatedRun(engines=engines, instances=[*cluster.members], serve=cluster.serve)
+        cluster = build_cluster(engines, env, arrivals, jump=jump)
+        return SimulatedRun(engines=engines, instances=[*cluster.members], env=env, serve=cluster.serve)
     parts = engines[0]
     instance = Instance(
+        env,
         parts.engine,
         setup.cost,
         arrivals,
@@ -58,25 +62,23 @@ def build_run(
         jump=jump,
         observer=parts.observer,
     )
-    return SimulatedRun(engines=[parts], instances=[instance], serve=instance.serve)
+    return SimulatedRun(engines=[parts], instances=[instance], env=env, serve=instance.serve)
 
 
 def execute(run: SimulatedRun) -> SimulatedRun:
     """Run to the end.
 
     An interrupt (Ctrl-C, SIGTERM) or a trace that turns out bad half-way ends the run early; what is finished stays
-    valid, and `interrupted` or `error` says so. The first interrupt waits for an iteration to end, so that no request
+    valid, and `interrupted` or `error` says so. The first interrupt waits for the end of an event, so that no request
     is counted by half.
     """
-    asked_to_stop = False
-
-    def stop() -> None:
-        nonlocal asked_to_stop
-        asked_to_stop = True
-
+    serving, stop = run.env.process(run.serve()), run.env.event()
+    # Never comes: an empty queue answers `peek`, which is asked at every iteration, with an exception.
+    run.env.timeout(inf)
     try:
-        with interrupts_call(stop):
-            run.interrupted = not run.serve(lambda: asked_to_stop)
+        with interrupts_call(stop.succeed):
+            run.env.run(until=serving | stop)
+        run.interrupted = not serving.triggered
     except KeyboardInterrupt:
         run.interrupted = True
     except TraceError as error:

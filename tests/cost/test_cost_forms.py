@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+import simpy
 from msgspec import UNSET, structs
 
 from kvtwin.testing import build_engine, limits, requests, roofline_machine, simulate
@@ -274,14 +275,14 @@ def lanes_after(model: str, tp: int, unit_bytes: float) -> tuple[Lanes, float]:
     limit = limits(gpu=4000, host=4000, block_bytes=16 * spec.kv_bytes_per_token(tp))
     machine = roofline_machine("l20", limit.block_bytes, model=spec, tp=tp)
     ended: list[float] = []
-    lanes = Lanes()
+    env, lanes = simpy.Environment(), Lanes()
     engine = build_engine(LayerKV(), limit, machine, lambda seq: ended.append(seq.first_token_s), checked=False)
     engine.scheduler.memory.layers_to_keep = lambda seq, keep_free: 0  # type: ignore[attr-defined]
     instance = Instance(
-        engine, machine.cost, Arrivals(requests((0.0, 2000, 1))), lanes, layers=spec.num_layers,
+        env, engine, machine.cost, Arrivals(requests((0.0, 2000, 1))), lanes, layers=spec.num_layers,
         block_bytes=limit.block_bytes, copy_unit_bytes=unit_bytes,
     )  # fmt: skip
-    instance.serve()
+    env.run(until=env.process(instance.serve()))
     return lanes, ended[0]
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import simpy
 
 from kvtwin.testing import build_engine, linear_machine
 from sim.clock.arrivals import Arrivals
@@ -121,11 +122,14 @@ def replay(case: Case, *, jump: bool) -> Replay:
         decisions.append((now_s, [seq.request.request_id for seq in order], len(chunks)))
         preemptions.append(engine.scheduler.counters.preemptions)
 
+    env = simpy.Environment()
     policy = VllmSwap() if case.swap else VllmRecompute()
     engine = build_engine(policy, case.limits, machine, lambda seq: ended.update({seq.request.request_id: seq}))
     arrivals = Arrivals(Request(i, *row) for i, row in enumerate(case.rows))
-    instance = Instance(engine, machine.cost, arrivals, Lanes(), layers=1, block_bytes=1.0, jump=jump, observer=observe)
-    instance.serve()
+    instance = Instance(
+        env, engine, machine.cost, arrivals, Lanes(), layers=1, block_bytes=1.0, jump=jump, observer=observe
+    )
+    env.run(until=env.process(instance.serve()))
     return Replay(ended, decisions, engine.scheduler, instance.iterations, preemptions)
 
 

@@ -110,7 +110,7 @@ def test_nothing_is_imported_that_a_run_does_not_need(tmp_path):
     words = [*SMALL, "--policy", "layerkv", "--out", str(tmp_path / "out"), "--quiet", "--timeline"]
     code = f"import kvtwin\nassert kvtwin.main(['run', *{words}]) == 0{SHOW}"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert set(done.stderr.split()) & HEAVY == {"numpy", "pyarrow"}
+    assert set(done.stderr.split()) & HEAVY == {"numpy", "pyarrow", "simpy"}
 
 
 RUN = ("run", *SMALL, "--policy", "vllm-swap", "--out", "out")
@@ -157,7 +157,7 @@ sys.exit(main(["run", "--workload", "fixed", "--num-prompts", "1", "--out", {out
 """
 
 
-@pytest.mark.parametrize("name", ["argparse", "sim.cli", "sim.options.scenario", "numpy"])
+@pytest.mark.parametrize("name", ["argparse", "sim.cli", "sim.options.scenario", "simpy"])
 def test_an_interrupt_while_modules_load_is_told_in_one_line(tmp_path, name):
     code = INTERRUPTING.format(name=name, out=str(tmp_path))
     command = [sys.executable, "-c", code]
