@@ -146,6 +146,10 @@ class CsvReader(LineReader):
             close = get_close_matches(name, self.format.optional, cutoff=0.8)
             if close and name not in self.format.optional:
                 raise where.error("header", line, f"has an unknown column {name!r}", f"did you mean {close[0]!r}?")
+        if self.format.lora:
+            # Our own format; others have columns for others to read.
+            known = (*self.format.required, *self.format.optional)
+            self.unread = tuple(name for name in self.index if name not in known)
         self.time_field = self.format.time or ""
 
     def fast(self, text: str) -> Columns:

@@ -44,6 +44,12 @@ BENCH_KEYS = {"completed", "request_throughput"}
 CLIENTS = ("aiperf", "guidellm", "genai-perf", "otlp", "openai")
 """Formats that `traces.clients` reads."""
 FORMATS = (*CSV_FORMATS, *JSONL_FORMATS, "vllm-custom", "sharegpt", "vllm-bench", *CLIENTS)
+SKIPPED = {
+    "sharegpt": "vLLM's rule for ShareGPT",
+    "vllm-bench": "they failed",
+    **dict.fromkeys(CLIENTS, "they failed, were cancelled or warmed up"),
+}
+"""Why readers leave rows out without being asked to."""
 ALL_FORMATS = f"known formats: {', '.join(FORMATS)}; --trace-format names one"
 
 # `Request(*row)` with a third of its cost: a named tuple's own constructor is a Python function, the tuple's is not.
@@ -67,6 +73,7 @@ class Trace:
         self.format = name
         self.options = options
         self.skipped = 0  # rows left out by the latest iteration so far, on request or by the format's rule
+        self.unread: tuple[str, ...] = ()  # columns that nothing reads, of a file of our own format
         self.found: set[str] = set()  # of `images` and `lora`, what a request that was read so far has
         self.adapters_apart = False  # whether prompts of unlike adapters are to have unlike `hash_ids`, as their KV is
 
@@ -77,6 +84,13 @@ class Trace:
         if self.options.sort:
             return self._sorted()
         return chain.from_iterable(self._blocks())
+
+    @property
+    def left_out(self) -> list[str]:
+        """What of the file, as far as it was read, is in no request: sentences."""
+        reason = SKIPPED.get(self.format, "--zero-tokens drop")
+        told = [f"{self.skipped:,} rows of {self.path} left out ({reason})"] if self.skipped else []
+        return [*told, f"{self.path}: nothing reads column {', '.join(self.unread)}"] if self.unread else told
 
     def _reader(self) -> Reader:
         if self.format in CSV_FORMATS:
@@ -96,7 +110,7 @@ class Trace:
     def _blocks(self) -> Iterator[Iterator[Request]]:
         reader, count = self._reader(), 0
         for columns in reader.columns():
-            self.skipped = reader.skipped
+            self.skipped, self.unread = reader.skipped, reader.unread
             if any(columns.images):
                 self.found.add("images")
             if any(columns.loras):

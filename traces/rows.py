@@ -122,6 +122,7 @@ class Reader(ABC):
         self.path = path
         self.options = options
         self.per_s = TIME_UNITS[options.time_unit or self.default_unit]
+        self.unread: tuple[str, ...] = ()  # columns that nothing reads
         self.skipped = 0  # rows left out on request (`zero_tokens="drop"`) or by the format's own rule (ShareGPT)
 
     @abstractmethod

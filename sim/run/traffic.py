@@ -2,7 +2,6 @@
 
 from collections.abc import Collection, Iterable, Iterator
 from itertools import chain
-from pathlib import Path
 from typing import Protocol
 
 from sim.clock.arrivals import Arrivals
@@ -17,31 +16,14 @@ from traces.request import Request
 from traces.workloads import ABOUT
 
 DEFAULT_WORKLOAD_PROMPTS = 1000
-FAILED = "they failed, were cancelled or warmed up"
-SKIPPED = {
-    "sharegpt": "vLLM's rule for ShareGPT",
-    "vllm-bench": "they failed",
-    **dict.fromkeys(readers.CLIENTS, FAILED),
-}
-"""Why the readers of these formats leave rows out."""
 
 
 class ReadTrace(Protocol):
-    """A trace's requests in order of arrival, and where they are from: `traces.readers.Trace`, or a copy in memory."""
+    """A trace's requests in order of arrival: `traces.readers.Trace`, or a copy in memory."""
 
     @property
-    def path(self) -> Path:
-        """The file."""
-        ...
-
-    @property
-    def format(self) -> str:
-        """Name of its format."""
-        ...
-
-    @property
-    def skipped(self) -> int:
-        """Rows that its reader left out so far."""
+    def left_out(self) -> Collection[str]:
+        """What of the file, as far as it was read, is in no request: sentences."""
         ...
 
     @property
@@ -82,10 +64,10 @@ def traffic(scenario: Scenario, warnings: list[str] | None = None, trace: ReadTr
     requests: Iterable[Request]
     if scenario.trace is not None:
         requests = trace = trace or open_trace(scenario)
-        if warnings is not None:
-            requests = chain(trace, _left_out(trace, warnings))
         if scenario.num_prompts is not None:
             requests = transforms.head(requests, scenario.num_prompts)
+        if warnings is not None:
+            requests = chain(requests, _left_out(trace, warnings))
         if scenario.request_rate is not None:
             requests = transforms.at_request_rate(
                 requests, scenario.request_rate, burstiness=scenario.burstiness, seed=scenario.seed
@@ -145,10 +127,8 @@ def note_shared_prefixes(requests: Iterable[Request], warnings: list[str]) -> It
 
 
 def _left_out(trace: ReadTrace, warnings: list[str]) -> Iterator[Request]:
-    """No request: at the end of a trace this says how many rows its reader skipped."""
-    if trace.skipped:
-        reason = SKIPPED.get(trace.format, "--zero-tokens drop")
-        warnings.append(f"{trace.skipped:,} rows of {trace.path} left out ({reason})")
+    """No request: behind the last one this says what the trace's reader left out."""
+    warnings += trace.left_out
     yield from ()
 
 

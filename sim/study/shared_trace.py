@@ -3,7 +3,6 @@
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice, pairwise, repeat
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,13 +29,11 @@ class SharedTrace:
             are requests.
         few: of each field with few unlike values, these, and which of them each request has.
         num_requests: how many there are.
-        skipped: rows that the reader left out.
+        left_out: what of the file is in no request, in sentences.
     """
 
-    path: Path
-    format: str
     num_requests: int
-    skipped: int
+    left_out: Collection[str]
     columns: dict[str, NDArray]
     ids: dict[str, tuple[NDArray, NDArray[np.int64]]]
     few: dict[str, tuple[tuple[object, ...], NDArray[np.int64]]]
@@ -74,7 +71,7 @@ class SharedTrace:
             chosen = [places.setdefault(getattr(row, name), len(places)) for row in rows]
             if places and places.keys() != {usual[name]}:
                 few[name] = tuple(places), np.array(chosen)
-        return SharedTrace(trace.path, trace.format, len(rows), trace.skipped, columns, ids, few)
+        return SharedTrace(len(rows), trace.left_out, columns, ids, few)
 
     def __iter__(self) -> Iterator[Request]:
         for begin in range(0, self.num_requests, BLOCK):

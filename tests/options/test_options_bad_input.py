@@ -241,6 +241,18 @@ def test_the_remedy_that_an_error_names_is_one(tmp_path, capsys, text, flag, par
     assert str(value) == words[0]
 
 
+@pytest.mark.parametrize("words", [[], ["--num-prompts", 1]])
+def test_what_a_run_leaves_out_of_a_trace_is_told_once_though_it_ends_early(tmp_path, capsys, words):
+    """A row without output tokens, and a column whose name is like none that is read."""
+    path = tmp_path / "t.csv"
+    path.write_text("arrival_s,prompt_tokens,output_tokens,user\n0,8,0,a\n0,8,2,b\n1,8,2,c\n")
+    status, error = attempt(capsys, command(tmp_path / "out", "--trace", path, "--zero-tokens", "drop", *words))
+    said = [line.partition(" warning: ")[2] for line in error.splitlines()]
+    assert (status, said) == (
+        0, [f"1 rows of {path} left out (--zero-tokens drop)", f"{path}: nothing reads column user"]
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("flag", "name", "part"),
     [

@@ -14,7 +14,7 @@ from traces.readers import open_trace
 from traces.request import Image, Request, ToolCall
 from traces.slos import SLOs
 
-FILE = SimpleNamespace(path=Path("t"), format="kvtwin", skipped=0)
+FILE = SimpleNamespace(left_out=())
 IDS = st.lists(st.integers(0, 2**65), max_size=3).map(tuple)
 ROWS = st.lists(
     st.tuples(
