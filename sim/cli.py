@@ -191,13 +191,13 @@ def compare_command(arguments: argparse.Namespace) -> int:
                 break
         bounds = None
         counted = any(result.request_goodput is not None for result in results)
-        if not status and (counted or best or arguments.bounds):
+        if not status and (counted or best or arguments.lift_limits):
             from sim.bounds.compared import best_bound, bounds_of  # noqa: PLC0415 - as above
 
             try:
                 if counted and arguments.bound is None:
                     best = best_bound(setups, asked=False)
-                bounds = bounds_of(setups, results, best, lifted=bool(arguments.bounds))
+                bounds = bounds_of(setups, results, best, lifted=bool(arguments.lift_limits))
             except KeyboardInterrupt:
                 print("kvtwin: interrupted; the policies are compared without bounds", file=sys.stderr)
                 status = INTERRUPTED

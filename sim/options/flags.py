@@ -73,7 +73,7 @@ def add_bound_flags(parser: Any) -> None:  # noqa: ANN401 - the command line's o
     text = "the most goodput that any scheduler could reach (default: where there is one, below 20,000 requests)"
     parser.add_argument("--bound", action=yes_or_no, default=None, help=text)
     text = "run each policy with infinite PCIe, infinite memory and known lengths, too"
-    parser.add_argument("--bounds", action="store_true", default=None, help=text)
+    parser.add_argument("--lift-limits", action="store_true", default=None, help=text)
 
 
 def _name_built_in(_: object, action: argparse.Action) -> None:

@@ -214,8 +214,8 @@ class Bounds(Struct, kw_only=True, frozen=True):
     bound_shares: dict[str, float] = {}
     """Label: goodput over the bound, of runs that complete every request; empty without a bound."""
     lifted: dict[str, dict[str, dict[str, float | None]]] = {}
-    """Label: limit lifted: metric: value, of `--bounds`: `infinite PCIe`, `infinite memory`, `known lengths`; a limit
-    that a policy does not know is left out."""
+    """Label: limit lifted: metric: value, of `--lift-limits`: `infinite PCIe`, `infinite memory`, `known lengths`; a
+    limit that a policy does not know is left out."""
 
 
 class Comparison(Bounds, kw_only=True, frozen=True):

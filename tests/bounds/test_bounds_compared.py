@@ -1,4 +1,4 @@
-"""`compare --bound --bounds`: what stands beside the policies."""
+"""`compare --bound --lift-limits`: what stands beside the policies."""
 
 from dataclasses import replace
 
@@ -31,7 +31,7 @@ def setup_of(name: str, scenario: Scenario = CROWDED) -> Setup:
 def test_compare_says_how_much_of_the_reachable_is_reached(tmp_path):
     policies = ["--policy", "vllm-recompute", "--policy", "layerkv:predictor=bucket"]
     slo = ["--goodput", "ttft:3000", "tpot:100"]
-    assert main(["compare", *policies, *FLAGS, *slo, "--bounds", "--out", str(tmp_path)]) == 0
+    assert main(["compare", *policies, *FLAGS, *slo, "--lift-limits", "--out", str(tmp_path)]) == 0
     found = msgspec.json.decode((tmp_path / "comparison.json").read_bytes(), type=Comparison)
     bound = best_bound([setup_of("vllm-recompute"), setup_of("layerkv")])
     assert bound is not None

@@ -303,7 +303,7 @@ def test_an_interrupt_beside_the_bounds_leaves_the_comparison(tmp_path, monkeypa
         monkeypatch.setattr("sim.run.simulate.execute", half)
     else:
         monkeypatch.setattr("sim.bounds.compared.bounds_of", lambda *_, **__: signal.raise_signal(signal.SIGINT))
-    words = ["--policy", "vllm-recompute", "--out", str(tmp_path), "--quiet", "--no-figures", "--bounds"]
+    words = ["--policy", "vllm-recompute", "--out", str(tmp_path), "--quiet", "--no-figures", "--lift-limits"]
     assert kvtwin.main(["compare", *SMALL, *words]) == 130
     assert "compared without bounds" in capsys.readouterr().err
     assert json.loads((tmp_path / "comparison.json").read_text())["policies"] == ["vllm-recompute"]
