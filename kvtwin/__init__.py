@@ -6,65 +6,23 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from sim.errors import UserError
-from sim.version import VERSION as __version__
+from sim.version import VERSION as __version__  # noqa: F401
 
 if TYPE_CHECKING:
-    from kvtwin.api import (
-        ComparisonResult,
-        MapResult,
-        PlanResult,
-        Policy,
-        Result,
-        RunResult,
-        Scenario,
-        SweepResult,
-        TuneResult,
-        compare,
-        load_result,
-        plan,
-        profile_errors,
-        profile_table,
-        regime_map,
-        simulate,
-        sweep,
-        tune,
-    )
-
-__all__ = [
-    "ComparisonResult",
-    "MapResult",
-    "PlanResult",
-    "Policy",
-    "Result",
-    "RunResult",
-    "Scenario",
-    "SweepResult",
-    "TuneResult",
-    "UserError",
-    "__version__",
-    "compare",
-    "load_result",
-    "main",
-    "plan",
-    "profile_errors",
-    "profile_table",
-    "regime_map",
-    "simulate",
-    "sweep",
-    "tune",
-]
+    from kvtwin.api import *  # noqa: F403
 
 
 def __getattr__(name: str) -> Any:  # noqa: ANN401
     """The names of `kvtwin.api`: importing it takes as long as pandas does, which `kvtwin run` does without."""
-    if name in __all__:
-        return getattr(import_module("kvtwin.api"), name)
+    if name == "__all__":
+        return ["__version__", "main", *import_module("kvtwin.api").__all__]
+    if not name.startswith("_") and name in (api := import_module("kvtwin.api")).__all__:
+        return getattr(api, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *__getattr__("__all__")})
 
 
 def main(argv: Sequence[str] | None = None) -> int:
