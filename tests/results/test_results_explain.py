@@ -126,6 +126,9 @@ def test_unknown_requests_and_a_folder_without_a_run_are_refused(kept, tmp_path,
     ):
         assert kvtwin.main(["explain", str(folder), "--request", str(request)]) == 2
         assert told in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        kvtwin.main(["explain", str(kept)])
+    assert "one of the arguments --request --slowest --beyond is required" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
