@@ -160,7 +160,7 @@ def test_compute_binds_where_nothing_else_does(gains, limit):
 
 # -- planted cases ---------------------------------------------------------------------------------------------------
 
-FIXED = {"workload": "fixed", "num-prompts": 60, "request-rate": 4, "gpu": "l20", "input-len": 200, "output-len": 60}
+FIXED = {"workload": "fixed", "num-prompts": 40, "request-rate": 4, "gpu": "l20", "input-len": 200, "output-len": 60}
 LONG = FIXED | {"input-len": 1000, "output-len": 2, "max-num-seqs": 16}
 FROM_HOST = FIXED | {"input-len": 400, "policy": "kvpr"}
 POOLS = FIXED | {"policy": "distserve", "prefill-replicas": 1, "decode-replicas": 1}
