@@ -31,7 +31,7 @@ HOT = {
 """Modules by folder."""
 INTERPRETED = (
     # Asked before a run begins.
-    "__init__", "*options", "async_scheduling", "preset", "solver", "equations",
+    "__init__", "*options", "async_scheduling", "preset", "ellm/solver", "ellm/equations",
     # Classes that msgspec and `runtime_checkable` make.
     "changes", "limits", "predictor",
     # Classes of several bases with attributes, such bases, and what derives from them.

@@ -81,7 +81,7 @@ def streamed_s(compute_s: float, layers: int, read_s: float, written_s: float, l
     copies out once their layers are computed. A flow shop of three lanes and equal jobs: one job's whole way, and the
     longest lane's time for the others.
     """
-    longest_s = max(compute_s, read_s, written_s)
+    longest_s = max(max(compute_s, read_s), written_s)
     return lane_wait_s + (compute_s + read_s + written_s) / layers + longest_s * (layers - 1) / layers
 
 
@@ -94,6 +94,6 @@ def restored_s(classes: Iterable[LayerTimes]) -> float:
     for count, compute_s, copy_s, _ in classes:
         if count:
             first_s, last_s = copied_s + copy_s + count * compute_s, copied_s + count * copy_s + compute_s
-            computed_s = max(computed_s + count * compute_s, first_s, last_s)
+            computed_s = max(max(computed_s + count * compute_s, first_s), last_s)
             copied_s += count * copy_s
     return max(copied_s, computed_s)

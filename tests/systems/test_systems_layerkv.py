@@ -16,8 +16,8 @@ from sim.engine.scheduler import Scheduler
 from sim.engine.sequence import Sequence
 from sim.specs.hardware import load_hardware
 from sim.specs.models import load_model
+from sim.systems.layerkv.equations import Equations
 from sim.systems.layerkv.layer_blocks import LayerBlocks
-from sim.systems.layerkv.options import Equations
 from sim.systems.layerkv.preset import LayerKV
 from sim.systems.layerkv.slack_book import SlackBook
 from sim.systems.vllm055 import VllmRecompute

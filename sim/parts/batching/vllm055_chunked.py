@@ -54,6 +54,9 @@ class Vllm055Chunked(Batching):
                 return False
             left = partial.num_tokens - partial.num_computed
             chunk = min(left, budget - (size if self._front is None else self._front))
+            if chunk == budget and self._front == 0:
+                # It takes all of it, before any decode.
+                size = 0
             if chunk <= 0 or chunk + size > budget:
                 return False
         if size:

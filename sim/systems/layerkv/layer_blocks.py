@@ -15,7 +15,8 @@ from sim.engine.sequence import Sequence
 from sim.errors import UserError
 from sim.kv.memory import Memory
 from sim.parts.needs import Need
-from sim.systems.layerkv.options import Equations, LayerKVOptions, remembered
+from sim.systems.layerkv.equations import Equations
+from sim.systems.layerkv.options import LayerKVOptions
 
 if TYPE_CHECKING:
     from sim.systems.builder import Builder
@@ -36,6 +37,7 @@ class LayerBlocks(Memory):
     takes_chunks: ClassVar[bool] = False
     can_receive: ClassVar[bool] = False
     splits_layers: ClassVar[bool] = True
+    memoized = ("_minimum_layers",)
 
     @classmethod
     def build(cls, b: "Builder") -> "LayerBlocks":
@@ -44,12 +46,16 @@ class LayerBlocks(Memory):
             raise UserError(
                 f"memory=layers keeps each layer's KV apart, and layers of {model.name} share theirs: use memory=paged"
             )
-        return cls(b.limits, model.num_layers, remembered(Equations.of(b).minimum_layers))
+        return cls(b.limits, model.num_layers, Equations.of(b).minimum_layers)
 
     def __init__(self, limits: Limits, num_layers: int, minimum_layers: Callable[[int], int]) -> None:
         super().__init__(limits, num_layers)
         self.minimum_layers = minimum_layers
+        self._minimum_layers: dict[int, int] = {}
+        """By tokens: prompts of one length come again and again."""
         self.all_groups = tuple(range(num_layers))
+        self._leaving = [offloaded_layers(num_layers, kept) for kept in range(num_layers + 1)]
+        """Layers that leave behind a prefill, by how many stay."""
         self.groups_on_gpu: dict[Sequence, tuple[int, ...]] = {}
         """Of every sequence that holds blocks."""
         self.arriving: dict[Sequence, None] = {}
@@ -79,7 +85,9 @@ class LayerBlocks(Memory):
         most = (free - keep_free * layers) // blocks
         # Beside layers that leave, their send buffer has to fit.
         most = layers if most >= layers else most - SEND_BUFFER_LAYERS
-        kept = self.minimum_layers(seq.num_tokens)
+        kept = self._minimum_layers.get(seq.num_tokens, -1)
+        if kept < 0:
+            kept = self._minimum_layers[seq.num_tokens] = self.minimum_layers(seq.num_tokens)
         if kept > most:
             return None
         if not self.scheduler.stage.has_parked:
@@ -116,7 +124,6 @@ class LayerBlocks(Memory):
         """Copies of one prefill chunk: its own KV out, and back in what earlier chunks left on the host."""
         seq, num_new, cached = chunk.seq, chunk.num_new, chunk.num_cached
         layers, size, end = self.num_groups - kept, self.block_size, cached + num_new
-        leaving = offloaded_layers(self.num_groups, kept)
         # Whole blocks travel, also one that an earlier chunk has begun.
         moved = layers * (-(-end // size) - cached // size)
         is_last = end == seq.num_tokens
@@ -124,7 +131,7 @@ class LayerBlocks(Memory):
         freed = min(SEND_BUFFER_LAYERS, layers) * seq.num_blocks if is_last else 0
         if is_last:
             self._note_copy(seq, freed)
-        plan.behind += (make_move((seq, leaving, cached, end, GPU, HOST, moved, freed, is_last, None)),)
+        plan.behind += (make_move((seq, self._leaving[kept], cached, end, GPU, HOST, moved, freed, is_last, None)),)
         plan.behind_blocks += moved
         if layers > plan.behind_groups:
             plan.behind_groups = layers

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, ClassVar, Self
 from sim.engine.plan import IterationPlan, StepTimes
 from sim.engine.sequence import Sequence
 from sim.parts.admission.watermark import Watermark
-from sim.systems.layerkv.options import Equations, LayerKVOptions
+from sim.systems.layerkv.equations import Equations
+from sim.systems.layerkv.options import LayerKVOptions
 from sim.systems.layerkv.slack_book import SlackBook
 
 if TYPE_CHECKING:
@@ -25,7 +26,6 @@ class SlackAdmission(Watermark):
         prefill_s: Eq. 3's time of a prompt of so many tokens.
         tpot_slo_s: what Eq. 1 defends.
         drop_irrecoverable: leave out of Eq. 2 what is late whatever happens.
-        lengths_known: the lower bounds predicted are the lengths themselves.
     """
 
     name: ClassVar[str] = "slack"
@@ -41,11 +41,10 @@ class SlackAdmission(Watermark):
         tpot_slo_s: float,
         *,
         drop_irrecoverable: bool,
-        lengths_known: bool,
     ) -> None:
         super().__init__(num_gpu_blocks)
         self.prefill_s = prefill_s
-        self.book = SlackBook(tpot_slo_s, drop_irrecoverable=drop_irrecoverable, lengths_known=lengths_known)
+        self.book = SlackBook(tpot_slo_s, drop_irrecoverable=drop_irrecoverable)
         self._least_s: float | None = None
         self._admitted_s = 0.0
         # Prefill time that Eq. 2 refused in this step.
@@ -60,7 +59,6 @@ class SlackAdmission(Watermark):
             Equations.of(b).prefill_s,
             options.tpot_slo_ms / 1e3,
             drop_irrecoverable=options.drop_irrecoverable,
-            lengths_known=options.lengths_known,
         )
 
     def prepare(self, now_s: float) -> None:
