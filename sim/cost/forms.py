@@ -147,7 +147,7 @@ class PaperCost(RooflineCost):
 
 
 def _with_engine(
-    cost: RooflineCost, engine: "EngineProfile | None", model: ModelSpec, hardware: HardwareSpec
+    cost: RooflineCost, engine: "EngineProfile | None", model: ModelSpec, hardware: HardwareSpec, ranks: int = 1
 ) -> RooflineCost:
     if engine is not None:
         cost.host = engine.host_time()
@@ -159,7 +159,7 @@ def _with_engine(
             graphs = sizes[-1] if sizes else 0
             cost.pieced_tokens = graphs if engine.graphs_of == "all" else 0
             cost.set_launches(
-                engine.value("eager_kernel_s") * num_launches(model, cost.tp),
+                engine.value("eager_kernel_s") * num_launches(model, cost.tp, ranks),
                 beyond_prompts=cost.pieced_tokens,
                 beyond_decodes=graphs,
             )
@@ -207,7 +207,8 @@ def build_cost(
     elif form == "roofline" and experts is not None:
         from sim.cost.spread_experts import SpreadExpertsCost  # noqa: PLC0415 - most runs have no such experts
 
-        cost = _with_engine(SpreadExpertsCost(model, hardware, profile, experts), engine, model, hardware)
+        cost = SpreadExpertsCost(model, hardware, profile, experts)
+        cost = _with_engine(cost, engine, model, hardware, experts.ranks)
     elif form == "roofline":
         cost = _with_engine(RooflineCost(model, hardware, profile, tp), engine, model, hardware)
     elif form == "paper":

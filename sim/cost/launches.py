@@ -23,10 +23,13 @@ PRODUCTS = 2
 """Products of attention, of an MLP and of experts, whose inputs are quantised by a kernel each."""
 ALL_REDUCES = 2
 """Of a layer whose GPUs share it."""
+DISPATCH_AND_COMBINE = 2
+"""Of a layer with experts whose ranks meet there: tokens, choices and weights are gathered in one group of NCCL, which
+is one kernel, and sums are scattered by another (`AgRsAll2AllManager`, vLLM 0.33's default)."""
 
 
-def num_launches(model: ModelSpec, tp: int) -> int:
-    """Kernels of all layers that each of `tp` GPUs is asked for in an iteration."""
+def num_launches(model: ModelSpec, tp: int, ranks: int = 1) -> int:
+    """Kernels of all layers that each of the `tp` GPUs of each data-parallel rank is asked for in an iteration."""
     attention = LATENT_ATTENTION if model.mla else ATTENTION
     kernels = model.num_attention_layers * attention
     kernels += (model.num_layers - model.num_attention_layers) * GATED_DELTA_NET
@@ -38,4 +41,5 @@ def num_launches(model: ModelSpec, tp: int) -> int:
         kernels += (2 * model.num_layers - expert_layers) * PRODUCTS
     if model.expert_quantization in ("fp8", "nvfp4"):
         kernels += expert_layers * PRODUCTS
+    kernels += expert_layers * DISPATCH_AND_COMBINE if ranks > 1 else 0
     return kernels + (model.num_layers * ALL_REDUCES if tp > 1 else 0)

@@ -463,12 +463,18 @@ def test_decodes_beyond_the_largest_graph_last_as_long_as_launching_until_the_gp
 
 
 @pytest.mark.parametrize(
-    ("model", "tp", "kernels"),
-    [("llama-3.1-8b", 1, 10), ("llama-3.1-70b", 4, 12), ("gpt-oss-120b", 1, 15), ("qwen3-235b-a22b", 2, 17)],
+    ("model", "tp", "ranks", "kernels"),
+    [
+        ("llama-3.1-8b", 1, 1, 10),
+        ("llama-3.1-70b", 4, 1, 12),
+        ("gpt-oss-120b", 1, 1, 15),
+        ("gpt-oss-120b", 1, 2, 17),
+        ("qwen3-235b-a22b", 2, 1, 17),
+    ],
 )
-def test_kernels_of_a_layer(model, tp, kernels):
+def test_kernels_of_a_layer(model, tp, ranks, kernels):
     spec = load_model(model)
-    assert num_launches(spec, tp) == kernels * spec.num_layers
+    assert num_launches(spec, tp, ranks) == kernels * spec.num_layers
 
 
 @pytest.mark.parametrize(
