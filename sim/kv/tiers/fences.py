@@ -2,6 +2,9 @@
 
 What was a sequence's block table is a run of blocks in the prefix index, or a piece of the stack of free blocks where
 nothing is cached: both hand out from the end.
+
+With async scheduling vLLM names such a store once more where the next step hits what the blocks hold by then. Here it
+does not: that store has ended, since the step before waited for it.
 """
 
 from collections.abc import Callable
