@@ -11,6 +11,7 @@ import torch
 from gpu_runtime.kv.copy_engine import CopyEngine
 from kvtwin.testing import live, requests
 from kvtwin.testing.live import CheckedDevice, Served
+from sim.engine.changes import Restore
 from sim.engine.plan import IterationPlan
 from sim.engine.sequence import Sequence
 
@@ -33,6 +34,19 @@ def misled(serve: Callable[[type[CheckedDevice]], object], part: str, wrong: Cal
 
     serve(Misled)
     return len(made)
+
+
+LESS_RESTORED = {
+    "a layer too few is projected": (
+        "changes", lambda c: c._replace(hidden_groups=c.hidden_groups[1:]) if isinstance(c, Restore) else c,
+    ),
+    "a block too few is copied": (
+        "changes", lambda c: c._replace(num_blocks=c.num_blocks - 1) if isinstance(c, Restore) else c,
+    ),
+    "a block too few is saved behind a prompt": ("behind", lambda m: m._replace(num_blocks=m.num_blocks - 1)),
+    "nothing is saved behind a prompt": ("behind", lambda m: None),
+}  # fmt: skip
+"""A part of a plan that restores states, and what stands in an item's place (`misled`)."""
 
 
 @contextmanager

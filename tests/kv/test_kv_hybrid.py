@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from test_kv_windowed import setup, windowed_workloads
 
-from kvtwin.testing.conformance import Workload, check, with_prefix
+from kvtwin.testing.conformance import Workload, check
 from kvtwin.testing.engines import limits, simulate
 from sim.engine.limits import WindowLimits
 from sim.engine.sequence import Sequence
@@ -120,14 +120,12 @@ def test_keys_name_all_that_comes_before() -> None:
 @st.composite
 def workloads(draw: st.DrawFn) -> Workload:
     """Windows and groups as they come, prefixes shared or not, cached or not."""
-    workload = draw(windowed_workloads("vllm-v1"))
-    named = draw(st.sampled_from([workload.limits.block_size, 16, 8]))
-    arrivals = [with_prefix(request, named, draw) for request in workload.arrivals]
+    workload = draw(windowed_workloads("vllm-v1", named=True))
     window = workload.limits.window
     assert window is not None
     window = msgspec.structs.replace(window, window_first=window.num_full > 0 and draw(st.booleans()))
     limit = replace(workload.limits, enable_prefix_caching=draw(st.booleans()), window=window)
-    return Workload(arrivals, limit, workload.machine)
+    return Workload(workload.arrivals, limit, workload.machine)
 
 
 class Checked(HybridMemory):

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import strategies as st
 from test_kv_windowed import windowed_workloads
 
-from kvtwin.testing.conformance import Workload, check, with_prefix
+from kvtwin.testing.conformance import Workload, check
 from kvtwin.testing.engines import limits, simulate
 from sim.engine.limits import Limits, StateLimits
 from sim.kv.states import StateMemory
@@ -104,14 +104,12 @@ def test_nothing_hits_a_state_in_the_step_that_computes_it() -> None:
 @st.composite
 def workloads(draw: st.DrawFn) -> Workload:
     """Groups of states as they come, prefixes shared or not, cached or not."""
-    workload = draw(windowed_workloads("vllm-v1"))
-    named = draw(st.sampled_from([workload.limits.block_size, 16, 8]))
-    arrivals = [with_prefix(request, named, draw) for request in workload.arrivals]
+    workload = draw(windowed_workloads("vllm-v1", named=True))
     window = workload.limits.window
     assert window is not None
     states = StateLimits(max(1, window.num_full), window.num_window + draw(st.integers(0, 1)), draw(st.booleans()))
     limit = replace(workload.limits, enable_prefix_caching=draw(st.booleans()), window=None, states=states)
-    return Workload(arrivals, limit, workload.machine)
+    return Workload(workload.arrivals, limit, workload.machine)
 
 
 @pytest.mark.parametrize("name", ["vllm-v1", "vllm-v1:async-scheduling=true", "vllm-v1:scheduling-policy=priority"])

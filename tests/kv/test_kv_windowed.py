@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtwin.testing.conformance import DECODES, Workload, check, draw_workload
+from kvtwin.testing.conformance import DECODES, Workload, check, draw_workload, with_prefix
 from kvtwin.testing.engines import PREFILL, limits, linear_machine, requests, roofline_machine, simulate, tiny_model
 from sim.bounds.work import least_work
 from sim.cost.forms import LinearCost
@@ -205,15 +205,18 @@ def test_rings_hold_two_blocks_by_hand() -> None:
 
 
 @st.composite
-def windowed_workloads(draw: st.DrawFn, name: str, *, rings: bool = True) -> Workload:
-    """Crowds under layers with rings, or under memory that keeps everything and lets layers read a window."""
+def windowed_workloads(draw: st.DrawFn, name: str, *, rings: bool = True, named: bool = False) -> Workload:
+    """Crowds under layers with rings, or under memory that keeps everything and lets layers read a window; some of them
+    `named` as beginning alike."""
     found = draw_workload(draw, parse_policy(name, {})[1])
+    size = draw(st.sampled_from([found.limits.block_size, 16, 8])) if named else 0
+    arrivals = [with_prefix(request, size, draw) if named else request for request in found.arrivals]
     window, full = draw(st.integers(1, 100)), draw(st.sampled_from([0, 1, 2])) if rings else 1
     groups = WindowLimits(window, full, draw(st.integers(1, 3)), -(-window // found.limits.block_size))
     limit = replace(found.limits, window=groups if rings else WindowLimits(window), enable_prefix_caching=False)
     model = windowed_model(full, window, 2)
     cost = LinearCost(PREFILL, draw(st.sampled_from(DECODES[:2])), 3e-4, limit.block_bytes, model=model)
-    return Workload(found.arrivals, limit, replace(found.machine, model=model, cost=cost))
+    return Workload(arrivals, limit, replace(found.machine, model=model, cost=cost))
 
 
 @pytest.mark.parametrize("name", ["vllm-recompute", "vllm-swap", "sarathi", "fastgen"])

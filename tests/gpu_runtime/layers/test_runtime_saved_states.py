@@ -3,7 +3,7 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from runtime_mistakes import check_failures, failing_copies, misled, running_out
+from runtime_mistakes import LESS_RESTORED, check_failures, failing_copies, misled, running_out
 from runtime_variants import WORKLOADS, policy_of
 
 from gpu_runtime.model.decoder import DecoderLayer
@@ -92,20 +92,12 @@ def mistaken(monkeypatch, part, wrong):
     return misled(lambda kind: serve(monkeypatch, SPLIT, gpu=20, kind=kind), part, wrong)
 
 
-MISTAKES = {
-    "a layer too few is projected": (
-        "changes", lambda c: c._replace(hidden_groups=c.hidden_groups[1:]) if isinstance(c, Restore) else c,
-    ),
+MISTAKES = LESS_RESTORED | {
     "a layer too many is computed again": (
         "changes", lambda c: c._replace(recomputed_groups=(1,)) if isinstance(c, Restore) else c,
     ),
-    "a block too few is copied": (
-        "changes", lambda c: c._replace(num_blocks=c.num_blocks - 1) if isinstance(c, Restore) else c,
-    ),
     "nothing comes back": ("changes", lambda c: None if isinstance(c, Restore) else c),
     "nothing is saved": ("changes", lambda c: None if isinstance(c, Save) else c),
-    "a block too few is saved behind a prompt": ("behind", lambda m: m._replace(num_blocks=m.num_blocks - 1)),
-    "nothing is saved behind a prompt": ("behind", lambda m: None),
 }  # fmt: skip
 
 

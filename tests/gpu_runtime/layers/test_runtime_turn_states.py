@@ -3,7 +3,7 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from runtime_mistakes import failing_copies, misled, running_out
+from runtime_mistakes import LESS_RESTORED, failing_copies, misled, running_out
 from runtime_turns import converse
 from runtime_variants import policy_of
 from test_runtime_host_tier import ROWS, spread, turns
@@ -118,18 +118,10 @@ def mistaken(monkeypatch, part, wrong):
     return misled(lambda kind: serve(monkeypatch, kind=kind), part, wrong)
 
 
-MISTAKES = {
-    "a layer too few is projected": (
-        "changes", lambda c: c._replace(hidden_groups=c.hidden_groups[1:]) if isinstance(c, Restore) else c,
-    ),
-    "a block too few is copied": (
-        "changes", lambda c: c._replace(num_blocks=c.num_blocks - 1) if isinstance(c, Restore) else c,
-    ),
+MISTAKES = LESS_RESTORED | {
     "what comes back is not said": ("changes", lambda c: None if isinstance(c, Load) else c),
     "nothing is kept": ("changes", lambda c: None if isinstance(c, Store) else c),
-    "a block too few is saved behind a prompt": ("behind", lambda m: m._replace(num_blocks=m.num_blocks - 1)),
-    "nothing is saved behind a prompt": ("behind", lambda m: None),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)

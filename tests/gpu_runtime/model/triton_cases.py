@@ -46,6 +46,8 @@ def in_turn(values):
     return [(v, dtype) for i, v in enumerate(values) for dtype in (DTYPES[i % 2 :: 2] if INTERPRETED else DTYPES)]
 
 
+NUM_NEW, CONTEXT = [1, 20, 1, 3, 1], [150, 0, 0, 70, 33]
+"""Decodes, long, new and short; a prompt, and a chunk in the middle of one: how many tokens are new and cached."""
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 
 
@@ -79,9 +81,8 @@ def close(ours, expected, dtype):
     ],
 )
 def test_attention_of_decodes_and_chunks(shape, block_tokens, dtype, stored):
-    num_new, context = [1, 20, 1, 3, 30, 1], [150, 17, 0, 70, 0, 33]
-    config, pool, batch = make(shape, block_tokens, stored or dtype, num_new, context)
-    query = torch.randn(sum(num_new), config.num_heads, config.head_dim).to(dtype)
+    config, pool, batch = make(shape, block_tokens, stored or dtype, NUM_NEW, CONTEXT)
+    query = torch.randn(sum(NUM_NEW), config.num_heads, config.head_dim).to(dtype)
     cache, tables = pool.key_value(1), batch.block_tables[0]
     expected = torch_attention.paged_attention(query, cache, tables, batch, None)
     there = on_device(batch)
@@ -97,11 +98,10 @@ def test_attention_of_decodes_and_chunks(shape, block_tokens, dtype, stored):
 @pytest.mark.parametrize(("window", "dtype"), in_turn([1, 16, 37, 500]))
 def test_attention_within_a_window(window, dtype):
     """Blocks that have left it are no more in the table (-1), which plain torch reads from behind."""
-    num_new, context = [1, 20, 1, 3, 30, 1], [150, 17, 0, 70, 0, 33]
-    config, pool, batch = make("gqa", 4, dtype, num_new, context)
-    for seq, cached in enumerate(context):
+    config, pool, batch = make("gqa", 4, dtype, NUM_NEW, CONTEXT)
+    for seq, cached in enumerate(CONTEXT):
         batch.block_tables[0, seq, : max(0, cached - window + 1) // 4] = -1
-    query = torch.randn(sum(num_new), config.num_heads, config.head_dim).to(dtype)
+    query = torch.randn(sum(NUM_NEW), config.num_heads, config.head_dim).to(dtype)
     cache, tables = pool.key_value(1), batch.block_tables[0]
     expected = torch_attention.paged_attention(query, cache, tables, batch, None, window)
     there = on_device(batch)
@@ -129,7 +129,7 @@ def tell_parts(seqs, seq_lens, told, count, slots, WINDOW: tl.constexpr):
     window=st.sampled_from([0, 300]),
 )
 @example(lengths=[32_768, *[100] * 7], more=16, window=0)
-@settings(max_examples=12 if INTERPRETED else 200, deadline=None)
+@settings(max_examples=8 if INTERPRETED else 200, deadline=None)
 def test_parts_are_of_one_length_and_each_context_is_cut_into_them(lengths, more, window):
     """A long context among short ones was one program's work where the others fill the GPU."""
     count, slots = len(lengths), len(lengths) + more
