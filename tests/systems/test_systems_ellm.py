@@ -228,7 +228,7 @@ def test_a_group_of_gpus_has_the_rates_of_all_and_the_links_it_has(gpu: str, lin
     assert corrected.swap_s == printed.swap_s == pytest.approx(swap_s)
 
 
-def chosen(monkeypatch, choices):
+def chosen(monkeypatch, choices, host=100, **options):
     """Steps in which b, r and configuration are those of `choices`, not the solver's."""
     answers = iter(choices)
     monkeypatch.setattr(
@@ -236,8 +236,8 @@ def chosen(monkeypatch, choices):
     )  # fmt: skip
     machine = linear_machine(layers=8, prefill=AFFINE, decode=AFFINE, swap_s_per_block=0.002)
     # Not 0, so that it is chosen in every step.
-    policy = Ellm(layers_per_block=2, tpot_slo_ms=1e6, least_uncached_ratio=1e-9)
-    return run(policy, ((0.0, 64, 6),), limits(gpu=40, host=100, block_size=16), machine)
+    policy = Ellm(layers_per_block=2, tpot_slo_ms=1e6, least_uncached_ratio=1e-9, **options)
+    return run(policy, ((0.0, 64, 6),), limits(gpu=40, host=host, block_size=16), machine)
 
 
 def test_layers_that_were_computed_again_have_nothing_to_copy_in(monkeypatch):
@@ -250,6 +250,15 @@ def test_layers_that_were_computed_again_have_nothing_to_copy_in(monkeypatch):
 def test_the_token_that_is_fed_is_cached_whatever_the_ratio(monkeypatch):
     steps, _ = chosen(monkeypatch, [(1.0, Configuration(1, 1))] * 20)
     assert [step.uncached for step in steps if step.record is not None] == [{0: 64 + i} for i in range(5)]
+
+
+@pytest.mark.parametrize(("host", "groups"), [(2, [1, 1, 3, 3, 3]), (1, [1, 1, 1, 1, 1])])
+def test_what_a_pass_makes_goes_to_the_host_where_that_has_room(monkeypatch, host, groups):
+    """Of two uncached blocks the host has one of four layer groups, and shall have three: four blocks of one group
+    more, where six or two are free."""
+    choices = [(0.5, Configuration(1, 2))] * 3 + [(0.5, Configuration(3, 1))] * 9
+    steps, _ = chosen(monkeypatch, choices, host, layer_order="contiguous")
+    assert [len(step.record.after[0].groups) for step in steps if step.record is not None] == groups
 
 
 def test_a_prompt_sends_out_what_it_does_not_keep(monkeypatch):
