@@ -159,9 +159,12 @@ class CsvReader(LineReader):
         form, index = self.format, self.index
         if form.stamps:
             text = text.replace("+00:00,", ",")
-        columns = list(zip(*[line.split(",") for line in text.split("\n")], strict=True))
-        if len(columns) != len(self.header):
+        # All cells at once, with the ends of lines among them: each has to stand where a row ends.
+        width, num_rows = len(self.header) + 1, text.count("\n") + 1
+        cells = text.replace("\n", ",\n,").split(",")
+        if len(cells) != width * num_rows - 1 or cells[width - 1 :: width].count("\n") != num_rows - 1:
             raise ValueError("ragged")
+        columns = [cells[place::width] for place in range(width - 1)]
         prompts, outputs = columns[index[form.prompt]], columns[index[form.output]]
         stamps = columns[index[form.time]] if form.time else ()
         if "_" in text and any("_" in cell for name in form.numeric if name in index for cell in columns[index[name]]):
@@ -172,7 +175,7 @@ class CsvReader(LineReader):
             times = list(map(float, stamps)) if form.time else [0.0] * len(prompts)
         return self._with_optional(Columns(times, list(map(int, prompts)), list(map(int, outputs))), columns)
 
-    def _with_optional(self, plain: Columns, columns: list[tuple[str, ...]]) -> Columns:
+    def _with_optional(self, plain: Columns, columns: list[list[str]]) -> Columns:
         form = self.format
         found = [columns[self.index[name]] if name in self.index else () for name in form.by_column]
         if not any(found):

@@ -66,6 +66,8 @@ def _clip(request: Request, max_tokens: int) -> Request:
         max_tokens -= sum(call.returned_tokens for call in calls)
     prompt = max(1, min(prompt, max_tokens - min(output, max_tokens // 2)))
     output = min(output, max_tokens - prompt)
+    if not (request.hash_ids or request.calls or request.images):
+        return Request(request.request_id, request.arrival_s, prompt, output, *request[4:])
     hashes, output_hashes, block = request.hash_ids, request.output_hash_ids, request.hash_block_tokens
     if hashes and prompt < request.prompt_tokens:
         # What is generated now is not what the ids say, neither behind the prompt nor in its last block.
