@@ -76,8 +76,6 @@ class DocumentMemory(PagedMemory):
 
     def bind(self, scheduler: "Scheduler") -> None:
         super().bind(scheduler)
-        if scheduler.stage.hands_over or scheduler.stage.pulls:
-            raise UserError("memory=documents: not with engines that hand sequences over yet")
         scheduler.counters.tiers["host"] = self.tier
 
     def holders(self) -> Iterable[tuple[Sequence, Tier]]:
@@ -164,7 +162,7 @@ class DocumentMemory(PagedMemory):
     def release(self, seq: Sequence) -> None:
         self._places.pop(seq, None)
         access = self._accesses.get(seq)
-        if access is None or seq.num_generated < seq.output_tokens:
+        if access is None or not self.has_left(seq):
             super().release(seq)
             return
         del self._accesses[seq]

@@ -15,7 +15,7 @@ from sim.engine.batch import DecodeBatch
 from sim.engine.changes import Move, Tier, make_place, make_release
 from sim.engine.limits import Limits
 from sim.engine.plan import IterationPlan
-from sim.engine.sequence import Sequence
+from sim.engine.sequence import PARKED, Sequence
 from sim.kv.block_pool import BlockPool
 from sim.parts.base import Part
 
@@ -280,6 +280,10 @@ class Memory(Part):
         return 0
 
     # -- from other engines ------------------------------------------------------------------------------------------
+
+    def has_left(self, seq: Sequence) -> bool:
+        """Whether `seq`, which is released, has ended here: with its last token, or since another engine has its KV."""
+        return seq.num_generated >= seq.output_tokens or (seq.status is PARKED and self.scheduler.stage.hands_over)
 
     def look_up_received(self, seq: Sequence) -> None:
         """`look_up` for one whose KV comes from another engine, before `fits_received`."""

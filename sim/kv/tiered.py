@@ -76,8 +76,6 @@ class TieredMemory(PrefixMemory):
 
     def bind(self, scheduler: "Scheduler") -> None:
         super().bind(scheduler)
-        if scheduler.stage.hands_over or scheduler.stage.pulls:
-            raise UserError("memory=tiered: not with engines that hand sequences over yet")
         scheduler.counters.tiers["host"] = self.tier
 
     def holders(self) -> "Iterable[tuple[Sequence, Tier]]":
@@ -194,8 +192,7 @@ class TieredMemory(PrefixMemory):
     # -- saves -------------------------------------------------------------------------------------------------------
 
     def release(self, seq: Sequence) -> None:
-        ended = seq.num_generated >= seq.output_tokens
-        if not ended or not (seq.request.hash_ids or seq in self._accesses):
+        if not self.has_left(seq) or not (seq.request.hash_ids or seq in self._accesses):
             super().release(seq)
             return
         self.chain.forget(self._keys_in_use)

@@ -28,6 +28,9 @@ POLICIES += ["sarathi:stage=hand-over,eviction=swap"]
 POLICIES += ["vllm-v1:stage=hand-over", "vllm-v1:stage=hand-over,async-scheduling=true"]
 POLICIES += [f"vllm-v1:stage=hand-over,async-scheduling=true,{more}=true" for more in ("blocking-pull", "layer-wise")]
 POLICIES += ["vllm-v1:stage=nixl", "vllm-v1:stage=nixl,async-scheduling=true"]
+TIERED = ["splitwise:memory=tiered", "vllm-recompute:memory=tiered,stage=hand-over", "ragcache:stage=hand-over",
+          "splitwise:memory=tiered,disk-space=1", "cacheblend:stage=hand-over"]  # fmt: skip
+"""Prompts that were handed over are kept on the host of the engine that prefilled them."""
 POLICIES += ["distserve:order=priority,eviction=recompute", "splitwise:order=shortest-prefill", "distserve:order=lpm"]
 
 
@@ -192,7 +195,57 @@ def test_jumping_changes_nothing_and_memory_is_conserved(policy, rows, pools, bl
         assert links_busy_s(outcome, "link in") == pytest.approx(sent / speed)
 
 
-@pytest.mark.parametrize("policy", ["layerkv:stage=hand-over", "orca:stage=hand-over", "distserve:order=mlfq"])
+def named(rows, kinds):
+    """Requests whose prompts begin with the four blocks of their kind."""
+    return [
+        r._replace(hash_ids=tuple((100 * kind if i < 4 else 1000 * (r.request_id + 1)) + i
+                                  for i in range(-(-r.prompt_tokens // 16))), hash_block_tokens=16)
+        for r, kind in zip(rows, kinds, strict=True)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("policy", TIERED)
+def test_what_was_handed_over_comes_back_from_the_host_where_it_was_prefilled(policy):
+    """Five blocks keep one of the first prompt beside the second; the third, the first again, hits it and loads two.
+
+    CacheBlend's memory hits what is on the host alone: three blocks, of which it computes one again.
+    """
+    on_gpu = 0 if policy.startswith("cacheblend") else 16
+    rows = named(requests((0.0, 64, 3), (5.0, 64, 3), (10.0, 64, 3)), (1, 2, 1))
+    machine = linear_machine(prefill=(0.01, 0.0, 1e-4), decode=(0.1, 0.0, 0.0))
+    outcome = simulate_pools(parse_policy(policy, {})[1], rows, limits(5, 20, max_model_len=512), machine=machine)
+    assert [outcome.by_id()[i].num_cached_tokens for i in range(3)] == [0, 0, 32 + on_gpu]
+    tier = outcome.members[0].engine.scheduler.counters.tiers["host"]
+    assert (tier.stored_blocks, tier.num_loads, tier.hit_tokens) == (8, 1, 32)
+
+
+@pytest.mark.parametrize("policy", TIERED)
+@settings(max_examples=25, deadline=None)
+@given(
+    rows=ROWS,
+    kinds=st.lists(st.integers(0, 3), min_size=25, max_size=25),
+    pools=st.tuples(st.integers(1, 3), st.integers(1, 3)),
+    blocks=st.tuples(st.integers(10, 24), st.integers(6, 24)),
+    host=st.sampled_from([0, 5, 40]),
+    speed=st.sampled_from([10.0, 300.0, 1e9]),
+)
+def test_jumping_changes_nothing_where_hosts_keep_what_was_handed_over(policy, rows, kinds, pools, blocks, host, speed):
+    arrivals, kind = drawn(rows), parse_policy(policy, {})[1]
+    limit, decode_limit = (limits(count, host, max_model_len=256, tokens=512) for count in blocks)
+    jumped_and_stepped(
+        lambda source, jump: simulate_pools(
+            kind, source, limit, prefill=pools[0], decode=pools[1], decode_limit=decode_limit, bytes_per_s=speed,
+            jump=jump,
+        ),
+        named(arrivals, kinds[: len(arrivals)]),
+        None,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "policy",
+    ["layerkv:stage=hand-over", "orca:stage=hand-over", "splitwise:memory=tiered-states", "distserve:order=mlfq"],
+)
 def test_what_cannot_hand_over_is_refused(policy):
     with pytest.raises(UserError, match="goes with"):
         simulate_pools(parse_policy(policy, {})[1], requests((0.0, 10, 2)), limits())

@@ -222,6 +222,8 @@ class TieredStates(TieredMemory):
 
     name: ClassVar[str] = "tiered-states"
     options: ClassVar[type | None] = StatesOptions
+    # KV from another engine comes without its states.
+    can_receive: ClassVar[bool] = False
 
     @classmethod
     def build(cls, b: "Builder") -> Self:
