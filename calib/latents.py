@@ -166,10 +166,10 @@ class KVPrice:
 
 def _fit(terms: LatentTerms, seconds: Array, kv: KVPrice, hardware: HardwareSpec) -> Fit:
     parameters = {
-        "latent_decode_flops_per_s": Parameter(hardware.fp16_flops_per_s / 2),
-        "latent_prefill_flops_per_s": Parameter(hardware.fp16_flops_per_s / 2),
+        "latent_decode_flops_per_s": Parameter(hardware.fp16_flops_per_s),
+        "latent_prefill_flops_per_s": Parameter(hardware.fp16_flops_per_s),
         "latent_padding_tokens": Parameter(100.0, 0.0, log=False),
-        "latent_joined_bytes_per_s": Parameter(hardware.hbm_bytes_per_s / 2),
+        "latent_joined_bytes_per_s": Parameter(hardware.hbm_bytes_per_s),
         "latent_launch_s": Parameter(2e-5, 0.0, log=False),
     }
     if 0 < terms.eager.sum() < len(terms.eager):  # else a launch holds it
