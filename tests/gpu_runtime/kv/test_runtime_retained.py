@@ -30,23 +30,14 @@ def serve(variant, arrivals, **sizes):
 @pytest.mark.usefixtures("worthwhile")
 @pytest.mark.parametrize(("variant", "chunked"), [*zip(RETAINED, (False, True), strict=True)])
 def test_tokens_are_those_of_each_request_alone(variant, chunked):
+    """The beginning of a conversation is dropped first: gaps are computed between what is hit."""
     arrivals = spread(ALIKE * 2)
     served = serve(variant, arrivals, chunked=chunked)
     assert len(live.check_tokens(served, arrivals)) == len(arrivals)
     tier = served.counters.tiers["host"]
     assert min(tier.hit_tokens, tier.num_loads, tier.stored_blocks, tier.evicted_blocks) > 0
-
-
-@pytest.mark.usefixtures("worthwhile")
-@pytest.mark.parametrize("variant", RETAINED)
-def test_gaps_are_computed_between_what_is_hit(variant):
-    """The beginning of a conversation is dropped first."""
-    arrivals = spread(ALIKE * 2)
-    served = serve(variant, arrivals)
-    assert len(live.check_tokens(served, arrivals)) == len(arrivals)
     assert served.counters.policy["refilled_tokens"] > 0
-    in_parts = [plan for plan, _, _ in served.plans if len({chunk.seq for chunk in plan.chunks}) < len(plan.chunks)]
-    assert in_parts
+    assert any(len({chunk.seq for chunk in plan.chunks}) < len(plan.chunks) for plan, _, _ in served.plans)
 
 
 @settings(max_examples=16, deadline=None)
