@@ -10,7 +10,6 @@ from test_systems_cachedattention import turn
 from kvtwin.testing import conformance, limits, linear_machine, simulate
 from kvtwin.testing.conformance import DECODES, Workload, limits_of
 from kvtwin.testing.engines import Outcome
-from sim.errors import UserError
 from sim.kv.documents import DocumentMemory
 from sim.options.policies import parse_policy
 from sim.systems.base import Policy
@@ -145,9 +144,3 @@ def test_retrieved_passages_are_answered_sooner_than_prefixes_alone_allow():
         ttft[text] = simulate(policy, asked, kept, machine=machine, checked=False).log.latencies()["mean_ttft_ms"]
     assert ttft["promptcache"] < ttft["cacheblend"] < 0.6 * ttft["cachedattention"]
     assert ttft["cachedattention"] < ttft["vllm-recompute"]
-
-
-def test_engines_that_hand_over_are_refused():
-    machine = replace(linear_machine(), role="prefill")
-    with pytest.raises(UserError, match="memory=documents: not with engines that hand sequences over"):
-        simulate(parse_policy("splitwise:memory=documents", {})[1], [], limits(), machine=machine)
