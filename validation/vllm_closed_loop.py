@@ -14,6 +14,7 @@ import csv
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from hashlib import sha256
 from pathlib import Path
 from random import Random
 from statistics import fmean, median
@@ -185,7 +186,13 @@ def _minimax(system: str, version: str, precision: str = "fp8", **options: str |
 def _sglang(model: str, path: str, system: str, version: str, **options: str) -> Served:
     """SGLang with its own defaults: the rows do not say how their servers were started."""
     columns = {"model_path": path, "system": system, "backend_version": version}
-    return Served(columns, AIPERF, {"model": model, **options}, sglang=_nothing)
+    return Served(columns, AIPERF, {"model": model, "engine_profile": "own", **options}, sglang=_nothing)
+
+
+def _generated_sglang(row: Row) -> dict[str, Any]:
+    """As aiconfigurator's generator set SGLang 0.5.6 up in January 2026 (`generator/rule_plugin/sglang.rule`)."""
+    tokens = row.input_tokens + 1500
+    return {"enable_mixed_chunk": True, "max_prefill_tokens": tokens, "max_running_requests": row.concurrency}
 
 
 def _deepseek_sglang(row: Row) -> dict[str, Any]:
@@ -238,8 +245,9 @@ SERVED = {
     "qwen3-235b-a22b-h200-sglang": _sglang(
         "qwen3-235b-a22b", "Qwen/Qwen3-235B-A22B-FP8", "h200_sxm", "0.5.6.post2", quantization="fp8"
     ),
-    "llama-3.1-8b-h200-sglang": _sglang(
-        "llama-3.1-8b", "meta-llama/Llama-3.1-8B-Instruct", "h200_sxm", "0.5.6.post2", quantization="fp8"
+    "llama-3.1-8b-h200-sglang": replace(
+        _sglang("llama-3.1-8b", "meta-llama/Llama-3.1-8B-Instruct", "h200_sxm", "0.5.6.post2", quantization="fp8"),
+        sglang=_generated_sglang,
     ),
     "deepseek-r1-h200-sglang": replace(
         _sglang("deepseek-v3", "deepseek-ai/DeepSeek-R1", "h200_sxm", "0.5.9"),
@@ -291,6 +299,11 @@ def read(path: Path, served: Served) -> list[Row]:
             if all(row.get(name, value) == value for name, value in wanted.items()) and OF_LAYOUT[served.layout](row)
         }
     return sorted(found, key=lambda row: (row.tp, row.input_tokens, row.output_tokens, row.concurrency))
+
+
+def is_counted(name: str, row: Row) -> bool:
+    """Whether a row of SGLang is of the half that nothing was chosen by: drawn by the hash of its server and name."""
+    return sha256(f"{name} {row.name}".encode()).digest()[0] % 2 == 1
 
 
 def _concurrency(row: dict[str, str]) -> int:
@@ -406,6 +419,7 @@ def main() -> None:
     parser.add_argument("--kv-cache-dtype", choices=("fp8", "auto"), help="another than the settings have")
     parser.add_argument("--engine-profile", help="another than the settings have")
     parser.add_argument("--every", type=int, default=1, metavar="N", help="every N-th row alone")
+    parser.add_argument("--counted", action="store_true", help="SGLang's rows that nothing was chosen by")
     parser.add_argument(
         "--most-clients", type=int, default=1 << 30, metavar="N", help="rows of at most so many clients"
     )
@@ -421,15 +435,18 @@ def main() -> None:
     with TemporaryDirectory() as folder:
         if not arguments.engine_profile:
             served = with_graphs(served, Path(folder))
-        compare(arguments.file, served, arguments.every, arguments.most_clients)
+        rows = [row for row in read(arguments.file, served) if row.concurrency <= arguments.most_clients]
+        if arguments.counted:
+            rows = [row for row in rows if is_counted(arguments.served, row)]
+        compare(rows[:: arguments.every], served)
 
 
-def compare(file: Path, served: Served, every: int, most_clients: int) -> None:
-    """Print the rows of a file, every so many of those with few clients, and how far off they are together."""
+def compare(rows: Iterable[Row], served: Served) -> None:
+    """Print rows, and how far off they are together."""
     print("Simulated: means over all requests of a row, the burst at its start included.")
     print(f"{'row':<22}{'TTFT, ms':>11}{'simulated':>11}{'':>9}{'TPOT, ms':>11}{'simulated':>11}")
     pairs: list[tuple[Row, Simulated]] = []
-    for row in [row for row in read(file, served) if row.concurrency <= most_clients][::every]:
+    for row in rows:
         # What was measured twice lies together, and is simulated once.
         again = bool(pairs) and pairs[-1][0].name == row.name
         pairs.append((row, pairs[-1][1] if again else simulate(row, served)))

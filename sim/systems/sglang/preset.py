@@ -16,7 +16,7 @@ Assumed:
 from dataclasses import dataclass
 from typing import ClassVar
 
-from sim.cost.engine_profile import TODAYS, TODAYS_SERIAL
+from sim.cost.engine_profile import TODAYS_SERIAL
 from sim.errors import UserError
 from sim.systems.base import Asked, EngineLimits, Policy
 from sim.systems.sglang.options import SglangOptions
@@ -54,8 +54,8 @@ class Sglang(SglangOptions, Policy):
 
     @property
     def own_engine_profile(self) -> str:
-        # The host of vLLM v1 is the nearest that is known (docs/policies.md).
-        return TODAYS if self.schedules_ahead else TODAYS_SERIAL
+        # Without the overlap the host of vLLM v1 is the nearest that is known.
+        return "sglang-0.5" if self.schedules_ahead else TODAYS_SERIAL
 
     def told(self, block_size: int | None) -> dict[str, int | bool]:
         page = self.page_size or block_size or self.default_block_size
