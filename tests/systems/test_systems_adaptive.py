@@ -91,6 +91,12 @@ def test_as_many_decode_together_as_a_short_tpot_allows(predictor, tpot_ms):
     assert ours.log.good > 1.3 * theirs.log.good
 
 
+def test_iterations_come_near_to_a_tpot_that_limits_the_batch():
+    """559 were good while iterations kept 0.9 of it: what was left served nothing."""
+    limit, slo = replace(ROOM, num_gpu_blocks=10_000, max_num_seqs=512), Goodput(ttft_s=3.0, tpot_s=0.024)
+    assert simulate(Adaptive(tpot_slo_ms=24.0), crowd(800, gap_s=0.015), limit, goodput=slo).log.good > 575
+
+
 def test_nothing_starts_whose_first_token_would_be_late():
     """Twice as many prompts as there is time for. Iterations of a whole budget last 0.35 s, and a prompt waits for two:
     117 were in time, and 45 a little late, when these were not counted."""

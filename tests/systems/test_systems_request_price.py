@@ -38,13 +38,13 @@ def test_decodes_share_an_iteration_by_time_where_tpot_is_short():
     assert iterations(price, 10, 800) == pytest.approx(10 * 0.508, rel=1e-2)
     price.keep_pace(0.0205)
     assert iterations(price, 10, 800) == pytest.approx(10 * added_s / 0.0005, rel=1e-2)
-    assert price.most_decodes(805) == pytest.approx(0.0005 / added_s, rel=1e-2)
+    assert price.most_decodes(0.0205, 805) == pytest.approx(0.0005 / added_s, rel=1e-2)
     # With prompts of 1 ms beside each token, twice as long as itself, fewer decode together.
-    assert price.most_decodes(805, prompt_s=0.001) == pytest.approx(0.0005 / (added_s + 0.001), rel=1e-2)
+    assert price.most_decodes(0.0205, 805, prompt_s=0.001) == pytest.approx(0.0005 / (added_s + 0.001), rel=1e-2)
     # Weights take longer than that: time is no limit, none can be in time.
     price.keep_pace(0.02)
     assert iterations(price, 10, 800) == pytest.approx(10 * 0.508, rel=1e-2)
-    assert price.most_decodes(805) == float("inf")
+    assert price.most_decodes(0.02, 805) == float("inf")
     # With a second for each there is room for all.
     price.keep_pace(1.0)
     assert iterations(price, 10, 20) == pytest.approx(10 / 8, rel=1e-3)
@@ -136,9 +136,8 @@ def test_nothing_gets_more_than_the_context_has_room_for():
 
 
 def test_an_iteration_is_taken_apart_exactly():
-    """20 ms, 20 us a sequence and 0.6 us a token of its context, which is one; no pace is kept at first."""
+    """20 ms, 20 us a sequence and 0.6 us a token of its context, which is one."""
     price = price_of()
     assert price.context_s == pytest.approx(6e-7, rel=1e-9)
     assert price.decode_s == pytest.approx(2e-5 + 6e-7, rel=1e-9)
     assert price.step_s == pytest.approx(0.02, rel=1e-9)
-    assert price.most_decodes(805) == float("inf")

@@ -41,9 +41,7 @@ class Pace:
 
     def keep(self, iteration_s: float, most: float = MOST) -> None:
         """Iterations are to take so long from now on; `most`: iterations' time that a sequence can lose, at once."""
-        if iteration_s != self.iteration_s:
-            self.iteration_s, self.saved_s = iteration_s, 0.0
-        self.most_s = min(MOST, most) * iteration_s
+        self.iteration_s, self.most_s = iteration_s, min(MOST, most) * iteration_s
         self.saved_s = min(self.saved_s, self.most_s)
 
     def rest(self) -> None:

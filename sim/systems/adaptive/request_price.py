@@ -125,13 +125,13 @@ class RequestPrice:
         self._per_pace = 1.0 / (iteration_s - self.step_s) if iteration_s > self.step_s else 0.0
         self._prompt_factor = 1.0 + self.step_s * self._per_pace if is_limit else 1.0
 
-    def most_decodes(self, context: float, member_s: float = 0.0, prompt_s: float = 0.0) -> float:
-        """How many of such contexts decode together in P.
+    def most_decodes(self, within_s: float, context: float, member_s: float = 0.0, prompt_s: float = 0.0) -> float:
+        """How many of such contexts decode together in iterations of so many seconds; inf where weights alone do not.
 
         Each takes `member_s` at least, and `prompt_s` of prompts for its token.
         """
-        share = self._per_pace * (max(member_s, self.context_s * context + self.decode_s) + prompt_s)
-        return 1.0 / share if share else inf
+        room_s, share_s = within_s - self.step_s, max(member_s, self.context_s * context + self.decode_s) + prompt_s
+        return room_s / share_s if room_s > 0.0 and share_s else inf
 
     def tokens_left(self, seq: Sequence, num_generated: int) -> float:
         """Output tokens that `seq`, with so many, is expected to get yet; at least 1."""

@@ -13,9 +13,9 @@ What was promised is held to what came (`pace`): prices follow the iterations th
 what these took beside decodes, and prompts wait where iterations took longer than TPOT allows. The limit fills less
 while first tokens of requests that were kept come too late, and more while none does.
 
-Where TPOT is short, time limits the batch before memory does: no more decode together than an iteration of `PACE` of
-it holds (`most_decodes`), prices share an iteration's fixed time among so many and the prompts beside them, and the
-limit fills `PACED_FILL` alone. A prompt that is kept starts while the decodes alone fit: it waits for its time anyway.
+Where TPOT is short, time limits the batch before memory does: iterations are to take `PACE` of it on average, and
+prices share an iteration's fixed time among as many as that holds and the prompts beside them. A prompt that is kept
+starts while the decodes alone fit `ROOMY_PACE` of it (`most_decodes`): it waits for its time anyway.
 
 Behind the kept wait the deferred, cheapest first, then the hopeless, oldest first. Batching and eviction ask for
 classes and laxities. All of it changes with events and every `TICK_S` alone, so that jumps end there.
@@ -56,8 +56,6 @@ ARRIVALS: Final = 200
 EVERY: Final = 20
 """The price limit is found anew after every `EVERY` arrivals, of the last `ARRIVALS`."""
 FILL: Final = 0.92
-PACED_FILL: Final = 0.8
-"""The same where TPOT limits the batch: no request is parked there until there is time. Chosen by trials."""
 FILL_STEP: Final = 0.5
 MISSED: Final = 0.02
 """What is filled falls by so much for each arrival's worth of those kept that could not start in time, beyond `MISSED`
@@ -66,8 +64,10 @@ LEAST_FILL: Final = 0.3
 MOST_FILL: Final = 1.5
 PREFILL_MARGIN: Final = 1.3
 """A prompt must fit so many times before the first token's deadline."""
-PACE: Final = 0.9
-"""Of the TPOT, that an iteration is to take at most."""
+PACE: Final = 0.97
+"""Of the TPOT, that iterations are to take on average where it limits the batch; chosen by trials."""
+ROOMY_PACE: Final = 0.9
+"""The same where blocks or seats do, and what is left is for turns; and of the decodes alone where a prompt starts."""
 SHORT: Final = 0.25
 """Share of answers that are too short to lose what is saved of the pace at once."""
 FIRST_ITERATIONS: Final = 2.0
@@ -179,9 +179,8 @@ class Triage(Order):
         limits = scheduler.limits
         longest = limits.max_model_len if scheduler.batching.stops_at_max_model_len else inf
         self.price = RequestPrice(self.cost, limits, longest)
-        self.price.keep_pace(PACE * self.kept_tpot_s)
         self.pace, self.correction, self.beside = Pace(), Correction(self.cost), Beside()
-        self._correct()
+        self._keep_pace(is_limit=False)
         self._asks_anew = limits.window is not None or self.cost.follows_longest
 
     # -- prospects -----------------------------------------------------------------------------------------------------
@@ -269,7 +268,8 @@ class Triage(Order):
             return inf
         price, prompt_s = self.price, 0.0 if alone else self._prompt_s
         member_s = (self.decodes_s() - price.step_s) / members
-        return max(1.0, price.most_decodes(self.batch.context_tokens / members, member_s, prompt_s))
+        within_s = ROOMY_PACE * self.kept_tpot_s
+        return max(1.0, price.most_decodes(within_s, self.batch.context_tokens / members, member_s, prompt_s))
 
     def laxity_s(self, outlook: Outlook, iteration_s: float) -> float:
         """How long it could stand still and meet its SLOs yet; infinitely little where it is late already."""
@@ -309,7 +309,7 @@ class Triage(Order):
             return
         self.num_price_limits += 1
         self._choose_tpot(span_s)
-        self._correct()
+        price.correct(self.correction.factor)
         _, decodes_s, prompt_tokens, prompt_s, num_tokens, by_room, by_time, kept, _ = zip(*arrivals, strict=True)
         self.kept_tokens_per_s = sum(compress(prompt_tokens, kept)) / span_s
         iterations_by_room, iterations_by_time = sum(by_room), sum(by_time)
@@ -325,12 +325,12 @@ class Triage(Order):
         price.beside = self.beside.factor
         self._decode_share = 1.0 - min(0.8, self.kept_tokens_per_s * price.token_s * price.beside)
         self._prompt_s = price.beside * sum(compress(prompt_s, some)) / sum(compress(num_tokens, some))
-        price.keep_pace(PACE * self.kept_tpot_s, is_limit=is_limit)
+        self._keep_pace(is_limit=is_limit)
         self._outlooks.clear()
         self.tokens_per_iteration = sum(prompt_tokens) / max(iterations_by_room, iterations_by_time)
         work_s = [one_s + price.prompt_work_s(first_s) for one_s, first_s in zip(decodes_s, prompt_s, strict=True)]
-        fill = self.fill * (PACED_FILL if is_limit else FILL)
-        self.price_limit_s = first_beyond(work_s, fill * span_s + max(self._room_s(), self._queue_s()))
+        filled_s = self.fill * FILL * span_s
+        self.price_limit_s = first_beyond(work_s, filled_s + max(self._room_s(), self._queue_s()))
 
     def _choose_tpot(self, span_s: float) -> None:
         """Of the TPOTs that the last arrivals ask for, keep the one in which most of those that it is enough for fit.
@@ -354,7 +354,7 @@ class Triage(Order):
         price.keep_pace(PACE * tpot_s)
         enough = [arrival for arrival in self._arrivals if arrival.tpot_slo_s >= tpot_s]
         work_s = (price.decodes_s(a.num_tokens, a.prompt_tokens) + price.prompt_work_s(a.prompt_s) for a in enough)
-        return bisect_right(list(accumulate(sorted(work_s))), self.fill * PACED_FILL * span_s)
+        return bisect_right(list(accumulate(sorted(work_s))), self.fill * FILL * span_s)
 
     def _priced_anew(self, arrival: Arrival) -> Arrival:
         left, num_tokens = arrival.num_tokens, arrival.prompt_tokens
@@ -362,13 +362,14 @@ class Triage(Order):
         decodes_s = self.price.decodes_s(left, num_tokens)
         return arrival._replace(decodes_s=decodes_s, by_room=by_room, by_time=by_time)
 
-    def _correct(self) -> None:
-        """Take prices as iterations that were carried out say; no pace is kept where weights alone take longer."""
-        self.price.correct(self.correction.factor)
-        pace_s = PACE * self.kept_tpot_s
+    def _keep_pace(self, *, is_limit: bool) -> None:
+        """Whether TPOT limits the batch is known anew; no pace is kept where weights alone take longer."""
+        share = PACE if is_limit else ROOMY_PACE
+        pace_s = share * self.kept_tpot_s
+        self.price.keep_pace(pace_s, is_limit=is_limit)
         # An answer of n tokens has a TPOT for each, and loses what that is longer than an iteration.
         tokens = sorted(arrival.num_tokens for arrival in self._arrivals if arrival.kept)
-        most = (1.0 / PACE - 1.0) * tokens[int(SHORT * len(tokens))] if tokens else inf
+        most = (1.0 / share - 1.0) * tokens[int(SHORT * len(tokens))] if tokens else inf
         self.pace.keep(pace_s if pace_s > self.price.step_s else inf, most)
 
     def _room_s(self) -> float:
