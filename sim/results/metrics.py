@@ -5,10 +5,12 @@ Names and definitions are those of `vllm bench serve`: TTFT is first token minus
 for a request (`ToolCall`) is in its end-to-end latency alone, not in TPOT and ITL, nor in what SLOs are held against.
 """
 
+import sys
 from collections import Counter
+from collections.abc import Iterator
 from math import nan, sqrt
 from struct import Struct
-from typing import Any, Final, NamedTuple, Protocol
+from typing import IO, Any, Final, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -67,6 +69,8 @@ COMPLETED_COLUMNS = np.dtype(
 )
 """What is kept of each request that completed, packed. Half precision would do for no percentile; single does for
 queueing, which vLLM's names do not include. TPOT is not a number where there was one token."""
+SPILL_BYTES = 1 << 25
+"""Of them that are kept in memory, so many; the rest is in a temporary file."""
 
 
 class Attained(NamedTuple):
@@ -94,7 +98,8 @@ class EndedRequest(NamedTuple):
 
 
 class RequestLog:
-    """Counts, sums and what exact percentiles and the most in flight need: 36 bytes a request that completed.
+    """Counts, sums and what exact percentiles and the most in flight need: 36 bytes a request that completed, in a
+    temporary file beyond `SPILL_BYTES`.
 
     The rows of the table are kept beside them up to `ARRAY_LIMIT` requests.
     """
@@ -123,6 +128,9 @@ class RequestLog:
         self.first_arrival_s = float("inf")
         self.last_finish_s = 0.0
         self._completed = bytearray()
+        self._spill_bytes = SPILL_BYTES
+        self._spilled: IO[bytes] | None = None
+        self._num_spilled = 0
         self.rows: list[tuple[Any, ...]] | None = []
         """Those of the table, in order of their end; None past `ARRAY_LIMIT`."""
         self.errors: dict[int, str] = {}
@@ -132,10 +140,41 @@ class RequestLog:
         self.ended_at: Counter[int] = Counter()
         """Requests that ended at each of several engines."""
 
-    def _column(self, name: str) -> NDArray[Any]:
-        """A view: while it lives, no request may end."""
-        values: NDArray[Any] = np.frombuffer(self._completed, COMPLETED_COLUMNS)[name]
-        return values
+    def _spill(self) -> None:
+        """Write what is kept to the file; where that cannot be, memory keeps all from now on."""
+        from tempfile import TemporaryFile  # noqa: PLC0415 - most runs are short
+
+        try:
+            if self._spilled is None:
+                self._spilled = TemporaryFile(buffering=0)  # noqa: SIM115 - it goes with the log
+            is_whole = self._spilled.write(self._completed) == len(self._completed)
+        except OSError:
+            is_whole = False
+        if is_whole:
+            self._num_spilled = self.completed
+            self._completed.clear()
+        else:
+            self._spill_bytes = sys.maxsize
+
+    def _pieces(self) -> Iterator[NDArray[Any]]:
+        """What is kept of those that completed, in order."""
+        if self._spilled is not None:
+            self._spilled.seek(0)
+        for begin in range(0, self._num_spilled, PIECE):
+            assert self._spilled is not None
+            size = COMPLETED.size * min(PIECE, self._num_spilled - begin)
+            yield np.frombuffer(self._spilled.read(size), COMPLETED_COLUMNS)
+        yield np.frombuffer(self._completed, COMPLETED_COLUMNS)
+
+    def _column(self, *names: str) -> NDArray[Any]:
+        """A column, or the sum of two, as an array of its own."""
+        found: NDArray[Any] = np.empty(self.completed, COMPLETED_COLUMNS[names[0]])
+        begin = 0
+        for piece in self._pieces():
+            part = piece[names[0]]
+            found[begin : begin + len(part)] = part + piece[names[1]] if names[1:] else part
+            begin += len(part)
+        return found
 
     @property
     def arrival_s(self) -> NDArray[np.float64]:
@@ -195,6 +234,8 @@ class RequestLog:
         if finish_s > self.last_finish_s:
             self.last_finish_s = finish_s
         self._completed += COMPLETED.pack(arrival_s, ttft_s, tpot_s if num_output > 1 else nan, e2el_s, queue_s)
+        if len(self._completed) >= self._spill_bytes:
+            self._spill()
         own = seq.request.slos
         slos = self.goodput if own is None else own
         good = slos is None or slos.met(ttft_s, tpot_s, e2el_s - seq.tool_s)
@@ -256,10 +297,10 @@ class RequestLog:
         """Most of those completed that were in flight at once, from arrival up to their last token (as vLLM counts)."""
         if not self.completed:
             return 0
-        arrivals = self.arrival_s
-        ends = arrivals + self.e2el_s
+        ends = self._column("arrival_s", "e2el_s")
         ends.sort()
-        arrivals = np.sort(arrivals)
+        arrivals = self.arrival_s
+        arrivals.sort()
         most = 1
         for start in range(0, len(arrivals), PIECE):
             piece = arrivals[start : start + PIECE]
@@ -270,15 +311,11 @@ class RequestLog:
 
     def latencies(self) -> dict[str, float | None]:
         """The statistics of TTFT, TPOT, E2EL and queueing under vLLM's names (ms)."""
-        found: dict[str, float | None] = {}
-        times: dict[str, NDArray[Any]] = {
-            "ttft": self.ttft_s,
-            "tpot": self.tpot_s,
-            "e2el": self.e2el_s,
-            "queue": self.queue_s,
-        }
-        for name, values in times.items():
-            found.update(summary(values, name))
+        # One after the other: each is as long as the run.
+        found = summary(self.ttft_s, "ttft")
+        found.update(summary(self.tpot_s, "tpot"))
+        found.update(summary(self.e2el_s, "e2el"))
+        found.update(summary(self.queue_s, "queue"))
         return found
 
 
@@ -300,10 +337,10 @@ def _named(latency: str, figures_s: list[float]) -> dict[str, float | None]:
 
 
 def summary(values_s: NDArray[np.floating], name: str) -> dict[str, float | None]:
-    """Statistics of values in s, by `names`; None without any."""
+    """Statistics of values in s, by `names`; None without any. Sorts them."""
     if not values_s.size:
         return dict.fromkeys(names(name))
-    values_s = np.sort(values_s)
+    values_s.sort()
     percentiles = [sorted_percentile(values_s, p) for p in PERCENTILES]
     mean = float(values_s.mean(dtype=np.float64))
     return _named(name, [mean, percentiles[0], _std(values_s, mean), *percentiles])

@@ -1,7 +1,9 @@
 """result.json and the files beside it: vLLM's names, statistics recomputed from the arrays, exact times by hand."""
 
 import csv
+import errno
 import gzip
+import io
 import json
 import os
 import subprocess
@@ -148,16 +150,45 @@ def test_peaks_are_those_that_the_arrays_show(crowd):
     assert result["failed"] == result["ignored"] == np.sum(~done) == 1
 
 
-def test_most_in_flight_does_not_depend_on_what_was_asked_before():
-    def log_of(*e2els_s):
-        log = metrics.RequestLog()
-        for arrival_s, e2el_s in enumerate(e2els_s):
-            seq = Sequence(Request(arrival_s, float(arrival_s), 1, 1))
-            seq.num_generated, seq.first_scheduled_s, seq.first_token_s = 1, arrival_s, arrival_s
-            seq.finish_s = arrival_s + e2el_s
-            log.end(seq)
-        return log
+def log_of(*e2els_s, spill_bytes=metrics.SPILL_BYTES):
+    log = metrics.RequestLog()
+    log._spill_bytes = spill_bytes
+    for arrival_s, e2el_s in enumerate(e2els_s):
+        seq = Sequence(Request(arrival_s, float(arrival_s), 1, 1))
+        seq.num_generated, seq.first_scheduled_s, seq.first_token_s = arrival_s % 3 + 1, arrival_s, arrival_s
+        seq.finish_s = arrival_s + e2el_s
+        log.end(seq)
+    return log
 
+
+@pytest.mark.parametrize(("room_bytes", "kept_bytes"), [(sys.maxsize, 108), (3 * 144, 684), (3 * 144 + 5, 684)])
+def test_a_log_that_spills_has_the_same_statistics(monkeypatch, room_bytes, kept_bytes):
+    """31 requests of 36 bytes, spilled by four; or by three times four, until the disk is full."""
+    monkeypatch.setattr(metrics, "PIECE", 5)
+    monkeypatch.setattr("tempfile.TemporaryFile", lambda **_: Disk(room_bytes))
+    e2els_s = np.random.default_rng(5).uniform(0.0, 9.0, 31).tolist()
+    spilling, whole = log_of(*e2els_s, spill_bytes=144), log_of(*e2els_s)
+    assert len(spilling._completed) == kept_bytes
+    for name in ("arrival_s", "ttft_s", "tpot_s", "e2el_s", "queue_s"):
+        assert getattr(spilling, name).tolist() == getattr(whole, name).tolist()
+    assert spilling.latencies() == whole.latencies()
+    assert spilling.max_concurrent_requests() == whole.max_concurrent_requests() > 1
+
+
+class Disk(io.BytesIO):
+    """It has so much room."""
+
+    def __init__(self, room_bytes):
+        super().__init__()
+        self.room_bytes = room_bytes
+
+    def write(self, data):
+        if self.tell() == self.room_bytes:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return super().write(data[: self.room_bytes - self.tell()])
+
+
+def test_most_in_flight_does_not_depend_on_what_was_asked_before():
     log = log_of(9.0, 0.5, 0.5)
     assert log.max_concurrent_requests() == 2
     log.latencies()
