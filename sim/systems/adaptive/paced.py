@@ -14,7 +14,6 @@ Prompts never take more than the pace of the decodes leaves them (`pace`): those
 Where decodes cost more beside a chunk than after it (kernels that compute tiles of rows), the chunk goes alone.
 """
 
-from itertools import islice
 from math import ceil, inf
 from typing import TYPE_CHECKING, ClassVar, Final
 
@@ -221,8 +220,10 @@ class Paced(Unified):
 
     def pending(self) -> list[Sequence]:
         """Prompts that are kept, half done or waiting, as far as it looks ahead."""
-        found = [*self.partials, *islice(self.triage.kept(), LOOK_AHEAD + 1)]
-        return [seq for seq in found if seq is not self._looked_at][:LOOK_AHEAD]
+        looked_at = self._looked_at
+        found = [seq for seq in self.partials if seq is not looked_at]
+        found += [seq for seq in self.triage.first_kept(LOOK_AHEAD + 1) if seq is not looked_at]
+        return found[:LOOK_AHEAD]
 
     def find_worth(self) -> None:
         """Find the least chunk whose tokens cost about as little as any chunk's beside the decodes.

@@ -35,7 +35,7 @@ from sim.parts.eviction.recompute import Recompute
 from sim.parts.needs import Need
 from sim.systems.adaptive.mechanism import Mechanism
 from sim.systems.adaptive.options import AdaptiveOptions
-from sim.systems.adaptive.triage import HOPELESS, KEPT, Place, Triage
+from sim.systems.adaptive.triage import HOPELESS, KEPT, Triage
 
 if TYPE_CHECKING:
     from sim.engine.scheduler import Scheduler
@@ -152,10 +152,10 @@ class Park(Recompute):
     def _is_short(self) -> bool:
         return self.gpu.free + self.paged.releasing < self._growth
 
-    def _ranked(self, iteration_s: float) -> list[tuple[Place, Sequence]]:
+    def _ranked(self, iteration_s: float) -> list[tuple[int, float, int, Sequence]]:
         """The parked whose copies have ended, a heap: the first to return first. Counts all parked that are kept."""
         order, leaving = self.order, self.paged.copies_of
-        found: list[tuple[Place, Sequence]] = []
+        found: list[tuple[int, float, int, Sequence]] = []
         self.num_kept = 0
         for seq in self.away:
             outlook = order.look(seq)
@@ -164,7 +164,7 @@ class Park(Recompute):
             if seq not in leaving:
                 # Of those that are kept, too, the cheapest returns first.
                 key = seq.request.arrival_s if kind == HOPELESS else order.rank_s(seq, outlook)
-                found.append(((kind, key, seq.request.request_id), seq))
+                found.append((kind, key, seq.request.request_id, seq))
         heapify(found)
         return found
 
@@ -188,7 +188,7 @@ class Park(Recompute):
         while ranked:
             if self.mechanism.copy_s(self._returning_blocks, Direction.H2D) > iteration_s:
                 return None
-            (kind, _, _), seq = heappop(ranked)
+            kind, _, _, seq = heappop(ranked)
             blocks = self.paged.held_blocks(seq) + 1
             is_first = kind == KEPT and self._laxity_s(seq, iteration_s) < prompt_s
             if seats <= 0 or blocks > free - (0 if is_first else reserved):
@@ -245,7 +245,7 @@ class Park(Recompute):
         # The dearest first, and those that are not kept before all others.
         leaving: list[tuple[int, float, int, bool, Sequence]] = []
         for seq in batch.members:
-            outlook = order.outlook(seq)
+            outlook = order.outlook_after(seq, batch.num_generated_of(seq))
             laxity_s, rank_s = order.laxity_s(outlook, iteration_s), order.rank_s(seq, outlook)
             kind = order.class_of(seq, outlook, laxity_s)
             pays = kind != KEPT or (rank_s > price_s and laxity_s >= (fresh_lax_s if seq in self._joined else lax_s))
@@ -323,7 +323,7 @@ class Park(Recompute):
         order = self.order
         dearest: list[tuple[int, bool, float, int, Sequence]] = []
         for seq in self.batch.members:
-            outlook = order.outlook(seq)
+            outlook = order.outlook_after(seq, self.batch.num_generated_of(seq))
             laxity_s = order.laxity_s(outlook, iteration_s)
             kind, rank_s = order.class_of(seq, outlook, laxity_s), order.rank_s(seq, outlook)
             dearest.append((kind, laxity_s >= MARGIN_S, rank_s, seq.request.request_id, seq))
@@ -356,7 +356,7 @@ class Park(Recompute):
 
     def _droppable(self, iteration_s: float) -> list[Sequence]:
         """Those on the host that are not kept, the last to return last."""
-        return [seq for (kind, _, _), seq in sorted(self._ranked(iteration_s)) if kind != KEPT]
+        return [seq for kind, _, _, seq in sorted(self._ranked(iteration_s)) if kind != KEPT]
 
     def _drop(self, seq: Sequence) -> None:
         """One on the host is to be computed again."""
@@ -400,7 +400,7 @@ class Park(Recompute):
     def unblock(self) -> bool:
         """Nothing can be computed: the first comes back, whatever shall be free."""
         if self.away and not self.paged.copies_of:
-            first = self._ranked(self.order.iteration_s())[0][1]
+            first = self._ranked(self.order.iteration_s())[0][3]
             if self.paged.can_swap_in(first, 0):
                 self._promote(first)
         return False

@@ -197,8 +197,11 @@ class Triage(Order):
 
     def outlook(self, seq: Sequence) -> Outlook:
         """What its class follows from."""
+        return self.outlook_after(seq, self.scheduler.num_generated_of(seq))
+
+    def outlook_after(self, seq: Sequence, generated: int) -> Outlook:
+        """The same of one that has so many tokens, as the batch says of its members."""
         request, price, num_tokens = seq.request, self.price, seq.num_tokens
-        generated = self.scheduler.num_generated_of(seq)
         left = price.tokens_left(seq, generated)
         work_s = price.decodes_s(left, request.prompt_tokens + generated)
         prompt_s = 0.0
@@ -447,6 +450,10 @@ class Triage(Order):
     def kept(self) -> Iterator[Sequence]:
         """Those that wait and are kept, in order."""
         return map(SEQ_OF, islice(self._queue, self.num_kept))
+
+    def first_kept(self, most: int) -> list[Sequence]:
+        """Of them the first, so many at most."""
+        return [seq for _, seq in self._queue[: min(most, self.num_kept)]]
 
     def __len__(self) -> int:
         return len(self._queue)
