@@ -23,7 +23,7 @@ CERTAIN_S: Final = 1e-7
 class Entry:
     """What Eq. 1 asks of a request: `base_s` less now and less the time of the tokens expected is its slack.
 
-    `left` tokens are, less the batch's step where it counts them down (`stepping` is 1.0, else 0.0).
+    `left` tokens are, less the batch's step where that counts them down (`stepping`).
     """
 
     __slots__ = ("base_s", "left", "place", "stepping")
@@ -32,7 +32,7 @@ class Entry:
         self.place = place
         self.base_s = inf
         self.left = 1.0
-        self.stepping = 0.0
+        self.stepping = False
 
 
 class SlackBook:
@@ -58,7 +58,7 @@ class SlackBook:
             self._entries.append(entry)
         lower = seq.predicted_lower_tokens
         entry.base_s = self.tpot_slo_s * (lower - 1) + seq.first_token_s
-        entry.stepping = 1.0 if decoding else 0.0
+        entry.stepping = decoding
         # A member of the batch reaches its lower bound when the batch's step reaches this.
         entry.left = float(lower - seq.output_tokens + seq.finish_step if decoding else lower - seq.num_generated)
 
@@ -82,8 +82,11 @@ class SlackBook:
         gone, gone_s, earned_s = float(step), tpot_s * step, tpot_s - self.tpot_slo_s
         near: list[tuple[float, Entry]] = []
         for entry in self._entries:
-            slack_s = entry.stepping * gone_s + (entry.base_s - entry.left * tpot_s)
-            left = entry.left - entry.stepping * gone
+            left = entry.left
+            slack_s = entry.base_s - left * tpot_s
+            if entry.stepping:
+                slack_s += gone_s
+                left -= gone
             if left < 1.0:
                 # Past its lower bound a request still expects one token, and every token it has earned it time.
                 slack_s += earned_s * (left - 1.0)
@@ -106,7 +109,7 @@ class SlackBook:
         True is exact; False proves nothing, the full look has to decide.
         """
         for entry in self._witnesses:
-            left = entry.left - entry.stepping * step
+            left = entry.left - step if entry.stepping else entry.left
             future = left if left > 1.0 else 1.0
             slack_s = entry.base_s + self.tpot_slo_s * (future - left) - tpot_s * future - now_s
             if self.floor_s <= slack_s <= prefill_s:
@@ -128,16 +131,16 @@ class SlackBook:
         best = 0
         for entry in self._witnesses:
             stepping = entry.stepping
-            left = entry.left - stepping * step
+            left = entry.left - step if stepping else entry.left
             # Past its lower bound a request earns time with every token: look again at each.
             limit = min(most, int(left) - 1) if stepping else most
             if left < 1.0 or limit <= best:
                 continue
             base_s = entry.base_s - now_s
 
-            def slack_s(k: int, base_s: float = base_s, left: float = left, stepping: float = stepping) -> float:
+            def slack_s(k: int, base_s: float = base_s, left: float = left, stepping: bool = stepping) -> float:
                 gone_s = first_s * k + slope_s * (k * (k - 1) / 2)
-                return base_s - gone_s - (first_s + slope_s * (k - 1)) * (left - stepping * k)
+                return base_s - gone_s - (first_s + slope_s * (k - 1)) * (left - k if stepping else left)
 
             if slack_s(1) > prefill_s - CERTAIN_S or slack_s(best + 1) < self.floor_s + CERTAIN_S:
                 continue
