@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from sim.engine.itl import GapCollector
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class Parts:
     """One of each kind."""
 

@@ -48,7 +48,7 @@ HOPPER = 9.0
 DTYPE_BYTES = {"half": 2.0, "float16": 2.0, "bfloat16": 2.0, "float32": 4.0}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class Setup:
     """What a scenario resolves to for one policy."""
 

@@ -27,7 +27,7 @@ def options_among(given: Iterable[object], kind: type[Options]) -> Options:
     return next((found for found in given if isinstance(found, kind)), None) or kind()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class Builder:
     """What the parts of one system, for one engine, are built from; `mixed` are the options of parts mixed in."""
 
