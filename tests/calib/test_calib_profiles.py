@@ -133,6 +133,15 @@ def test_a_derived_profile_takes_the_siblings_shares_of_the_specification():
     assert "the share l40s-imported reaches" in profile.constants["hbm_bytes_per_s"].source
 
 
+def test_a_derived_profile_carries_over_what_another_gpu_measured_without_its_standard_error():
+    """How well it is known there says nothing of here."""
+    l40s = load_profile("l40s-imported")
+    found = derive_profile(load_hardware("l20"), l40s, load_hardware("l40s"), l40s).constants["allreduce_bytes_per_s"]
+    measured = l40s.constants["allreduce_bytes_per_s"]
+    assert measured.stderr is not None and (found.value, found.stderr) == (measured.value, None)
+    assert found.source == f"carried over from l40s-imported: {measured.source}"
+
+
 def test_a_share_of_the_peak_may_be_assumed_with_a_reason():
     profile, plain = derived(compute_share=0.5, reason="half is safe"), derived()
     assert profile.value("flops_per_s") == pytest.approx(0.5 * 119.5e12)
