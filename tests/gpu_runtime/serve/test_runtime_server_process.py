@@ -69,7 +69,8 @@ def post(url, body, key=None):
         with urllib.request.urlopen(request, timeout=30) as response:
             return response.status, response.read().decode()
     except urllib.error.HTTPError as error:
-        return error.code, error.read().decode()
+        with error:
+            return error.code, error.read().decode()
     except OSError:
         return 0, ""
 
@@ -80,12 +81,13 @@ def events_of(text):
     return [json.loads(event) for event in events[:-1]]
 
 
+@contextmanager
 def open_stream(url, tokens):
-    """A stream whose first token has come."""
+    """A stream whose first token has come, and that."""
     body = {"prompt": [5] * 20, "max_tokens": tokens, "stream": True}
     request = urllib.request.Request(url + "/v1/completions", json.dumps(body).encode())
-    response = urllib.request.urlopen(request, timeout=30)
-    return response, response.readline()
+    with urllib.request.urlopen(request, timeout=30) as response:
+        yield response, response.readline()
 
 
 def test_a_signal_under_load_loses_no_accepted_request(arguments):
@@ -94,10 +96,10 @@ def test_a_signal_under_load_loses_no_accepted_request(arguments):
         for i in range(24):
             body = {"prompt": [i] * (5 + 3 * i), "max_tokens": 40 + i, "stream": i % 2 == 0}
             answers.append(pool.submit(post, url, body))
-        stream, first = open_stream(url, 100)
-        process.send_signal(signal.SIGTERM)
-        late = post(url, {"prompt": [1], "max_tokens": 1})
-        text = first.decode() + stream.read().decode()
+        with open_stream(url, 100) as (stream, first):
+            process.send_signal(signal.SIGTERM)
+            late = post(url, {"prompt": [1], "max_tokens": 1})
+            text = first.decode() + stream.read().decode()
         found = [answer.result() for answer in answers]
         output, errors = process.communicate(timeout=30)
     assert process.returncode == 0, errors
@@ -128,13 +130,13 @@ def test_a_second_interrupt_ends_at_once_and_keeps_what_is_finished(arguments):
     more = ["--max-model-len", "4096", "--num-gpu-blocks-override", "260"]
     with started([*arguments[:-2], *more, *arguments[-2:]]) as (process, url):
         assert post(url, {"prompt": [1], "max_tokens": 3})[0] == 200
-        stream, _ = open_stream(url, 4000)
-        process.send_signal(signal.SIGINT)
-        while (status := post(url, {"prompt": [1], "max_tokens": 1})[0]) == 200:
-            pass
-        assert status == 503
-        process.send_signal(signal.SIGINT)
-        assert '"error"' in stream.read().decode()
+        with open_stream(url, 4000) as (stream, _):
+            process.send_signal(signal.SIGINT)
+            while (status := post(url, {"prompt": [1], "max_tokens": 1})[0]) == 200:
+                pass
+            assert status == 503
+            process.send_signal(signal.SIGINT)
+            assert '"error"' in stream.read().decode()
         _, errors = process.communicate(timeout=30)
     assert process.returncode == 130
     assert "interrupted; what finished is in" in errors
