@@ -326,6 +326,11 @@ class Stage(Part, ABC):
         return "memory" if self.num_parked > self.num_returning else "link"
 
     @property
+    def num_pulling(self) -> int:
+        """Sequences that wait for their KV from another engine, or with it, as requests of this engine do."""
+        return 0
+
+    @property
     def num_calling(self) -> int:
         """Of those parked, the ones with a tool or back from it and not on the way to the batch: none has a seat."""
         return 0

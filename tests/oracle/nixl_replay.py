@@ -38,8 +38,11 @@ def differences(case: dict, *, jump: bool) -> list[str]:
     )  # fmt: skip
     rows = [Request(i, *row[:3], "", tuple(row[3]), 16) for i, row in enumerate(case["workload"])]
     cost = args["cost"]
+    reserves = str(not args["no_reserve_full_isl"]).lower()
+    words = f"{POLICY},watermark={args['watermark']},scheduler-reserve-full-isl={reserves}"
+    words += f",long-prefill-token-threshold={args['long_prefill']}"
     outcome = simulate_pools(
-        parse_policy(POLICY, {})[1], rows, limits, bytes_per_s=1 / case["s_per_block"],
+        parse_policy(words, {})[1], rows, limits, bytes_per_s=1 / case["s_per_block"],
         machine=linear_machine(prefill=cost[:3], decode=cost[3:]), jump=jump,
     )  # fmt: skip
     found = outcome.by_id()

@@ -20,7 +20,9 @@ def test_what_is_pulled_and_when_requests_start_and_end_is_vllms(case: dict, jum
 def test_there_are_cases_of_every_kind() -> None:
     args = [case["args"] for case in CASES]
     assert {arg["no_prefix_caching"] for arg in args} == {False, True}
-    assert {arg["max_num_seqs"] for arg in args} == {2, 4, 256}
+    assert {arg["watermark"] for arg in args} == {0.0, 0.1}
+    assert {arg["max_num_seqs"] for arg in args} == {2, 4, 32, 256}
+    assert {arg["long_prefill"] for arg in args} == {0, 8}
     assert any(row[1] % 16 == 1 for case in CASES for row in case["workload"])
     hits = [blocks < -(-case["workload"][number][1] // 16) for case in CASES for number, blocks in case["pulled"]]
     assert sum(hits) > 10

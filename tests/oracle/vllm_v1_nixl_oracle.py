@@ -14,7 +14,7 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from vllm_v1_oracle import Options, Oracle, Row, make_scheduler, write_answer
 CASES = Path(__file__).with_name("cases_nixl.json.gz")
 SEEDS = (
     5001, 5007, 5008, 5012, 5013, 5014, 5017, 5018, 5022, 5023, 5024, 5026, 5037, 5040, 5042, 5046, 5048, 5049, 5051,
-    5054, 5057, 5059, 5060, 5062, 20044, 20229, 20248, 30148,
+    5054, 5057, 5059, 5060, 5062, 20044, 20229, 20248, 30148, 60157, 62017, 62024, 62145,
 )  # fmt: skip
 """Among those on which one rule or another had been wrong here."""
 SLACK_S = 1e-9
@@ -143,7 +143,7 @@ def ask(rows: Sequence[Row], options: Options, s_per_block: float) -> dict[str, 
 
 
 def drawn(seed: int) -> tuple[list[Row], Options, float]:
-    """A workload of a seed: small pools, few seats, shared beginnings, slow links, prompts of whole blocks."""
+    """A workload of a seed: small pools, few seats, shared beginnings, slow links, watermarks, small chunks."""
     dice = random.Random(seed)
     blocks = dice.choice((60, 90, 150, 400))
     longest = min((blocks - 1) * 16, dice.choice((256, 512)))
@@ -162,7 +162,15 @@ def drawn(seed: int) -> tuple[list[Row], Options, float]:
         blocks=blocks, max_model_len=longest, max_num_seqs=dice.choice((2, 4, 256)),
         max_batched=dice.choice((256, 512, 2048)), no_prefix_caching=dice.random() < 0.2,
     )  # fmt: skip
-    return rows, options, dice.choice((1e-4, 1e-3, 5e-3, 0.0123))
+    s_per_block = dice.choice((1e-4, 1e-3, 5e-3, 0.0123))
+    options = replace(options, watermark=dice.choice((0.0, 0.0, 0.1)))
+    if dice.random() < 0.4:
+        # Hardly more than the longest, which takes several steps.
+        options = replace(
+            options, blocks=longest // 16 + 3, max_num_seqs=min(options.max_num_seqs, 32), max_batched=32,
+            no_reserve_full_isl=dice.random() < 0.5, long_prefill=dice.choice((0, 8)),
+        )  # fmt: skip
+    return rows, options, s_per_block
 
 
 def main() -> None:

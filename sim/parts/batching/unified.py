@@ -107,10 +107,11 @@ class Unified(Running):
             budget -= 1
         if self.order.waiting:
             self._admit(plan, now_s, budget)
-        if plan.prefill_tokens + plan.num_decodes < self.budget:
+        if len(self.running) < self.max_num_seqs and plan.prefill_tokens + plan.num_decodes < self.budget:
             keep_free = self.watermark_blocks if self.running else 0
             # Half-done prompts are to find room for what is left of them.
-            stage.pull(keep_free + sum(memory.blocks_missing(seq, seq.num_tokens) for seq in self.partials))
+            prompts = {*self.partials, *(chunk.seq for chunk in plan.chunks)}
+            stage.pull(keep_free + sum(memory.blocks_missing(seq, seq.num_tokens) for seq in prompts))
 
     def _admit(self, plan: IterationPlan, now_s: float, budget: int) -> None:
         """Requests that wait, in order, until one of them finds no room."""

@@ -9,6 +9,7 @@ After vLLM 0.33, `v1/core/sched/scheduler.py` (WAITING_FOR_REMOTE_KVS) and `kv_t
 of one token ends at the engine that prefills it; there, it would be sent on as well.
 """
 
+from math import inf
 from typing import TYPE_CHECKING, ClassVar
 
 from sim.engine.sequence import Sequence
@@ -60,7 +61,11 @@ class NixlPull(Pull):
     )
 
     def __init__(self) -> None:
-        super().__init__(waiting_share=1.0)
+        super().__init__(waiting_share=inf)
+
+    @property
+    def num_pulling(self) -> int:
+        return self.num_parked + len(self.offered)
 
     def prepare(self, now_s: float) -> None:
         """Nothing: batching asks, when those that run have their blocks."""
@@ -68,6 +73,3 @@ class NixlPull(Pull):
     def _sent_tokens(self, seq: Sequence) -> int:
         # The whole prompt's, though its last token is computed again.
         return seq.num_tokens
-
-    def _few_wait(self) -> bool:
-        return self.scheduler.num_seated < self.max_num_seqs

@@ -72,10 +72,10 @@ class Pull(Stage):
         self.pull(self.scheduler.admission.keep_free)
 
     def pull(self, keep_free: int) -> None:
-        memory = self.memory
+        memory, always_free = self.memory, self.scheduler.admission.keep_free
         while self.offered and not self._holds_back():
             seq = self.offered[0]
-            if memory.ever_fits(seq, keep_free):
+            if memory.ever_fits(seq, always_free):
                 if not self._few_wait():
                     break
                 memory.look_up_received(seq)
