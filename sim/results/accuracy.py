@@ -2,11 +2,12 @@
 
 A line of the file is a row that others measured, as `validation/accuracy_rows.py` simulated it: simulated over
 measured, a column a metric, beside what the server was like. None of them was fitted to. Rows are taken that are like
-the run in as much of `Kind` as they can be, from the left, and are of `LEAST` configurations at least: servers of a
-model in a format, of an engine's release, on so many GPUs. Each counts as one, however many rows it has: rows of one
-configuration err together. The interval is the simulated value over and times a factor, within which `SHARE` of these
-rows lie, the run counted as one more configuration that lies outside (split conformal prediction by groups). Where
-these rows are of several kinds in what comes next, `SHARE` of each kind's lie within it, too.
+the run in as much of `Kind` as they can be, and are of `LEAST` configurations at least: servers of a model in a format,
+of an engine's release, on so many GPUs. What has to be alike first is the GPU, or the format: the wider interval of the
+two is taken. Each counts as one, however many rows it has: rows of one configuration err together. The interval is the
+simulated value over and times a factor, within which `SHARE` of these rows lie, the run counted as one more
+configuration that lies outside (split conformal prediction by groups). Where these rows are of several kinds in what
+comes next, `SHARE` of each kind's lie within it, too.
 `validation/accuracy_coverage.py` leaves out configuration by configuration, and counts.
 """
 
@@ -43,7 +44,7 @@ FEW, MANY = 8.0, 64.0
 
 
 class Kind(NamedTuple):
-    """What makes servers alike, what matters most first."""
+    """What makes servers alike."""
 
     layers: str
     """`dense`, or `experts`: with routed experts."""
@@ -54,6 +55,10 @@ class Kind(NamedTuple):
     """`one GPU`, `group` (tensor-parallel), or `ranks` (data-parallel)."""
     load: str
     """Whether few, some or many requests decode at once in an engine."""
+
+
+ORDERS = ((0, 1, 2, 3, 4), (0, 2, 1, 3, 4))
+"""Places in `Kind`, what matters most first: kernels are a GPU's, and a format's."""
 
 
 class Row(NamedTuple):
@@ -119,21 +124,28 @@ def _row(line: dict[str, str]) -> Row:
 
 
 def nearest_error(rows: Iterable[Row], kind: Kind, metric: str) -> Error | None:
-    """The error of the rows that are most like `kind`; None where fewer than `LEAST` are at all."""
+    """The error of the rows that are most like `kind`, the wider of both orders; None where fewer than `LEAST` are."""
     known = [row for row in rows if metric in row.ratios]
+    found = [_nearest(known, kind, metric, order) for order in ORDERS]
+    return max((error for error in found if error), key=lambda error: error.factor, default=None)
+
+
+def _nearest(known: Sequence[Row], kind: Kind, metric: str, order: tuple[int, ...]) -> Error | None:
+    def first(of: Kind, depth: int) -> tuple[str, ...]:
+        return tuple(of[place] for place in order[:depth])
+
     for depth in range(len(kind), 0, -1):
-        like = [row for row in known if row.kind[:depth] == kind[:depth]]
+        like = [row for row in known if first(row.kind, depth) == first(kind, depth)]
         found = _logs(like, metric)
         if len(found) >= LEAST:
             # One more configuration, the run's own, might be off by anything.
-            off, alike = _quantile([*map(_sizes, found), [inf]], SHARE), ", ".join(kind[:depth])
+            off, alike = _quantile([*map(_sizes, found), [inf]], SHARE), ", ".join(first(kind, depth))
             # The run may be as any of the kinds are that these rows are of.
-            for one in sorted({row.kind[depth] for row in like} if depth < len(kind) else ()):
-                of_one = _quantile(
-                    [*map(_sizes, _logs((row for row in like if row.kind[depth] == one), metric))], SHARE
-                )
-                if of_one > off:
-                    off, alike = of_one, f"{', '.join(kind[:depth])}; as far off as {one}"
+            for place in order[depth : depth + 1]:
+                for one in sorted({row.kind[place] for row in like}):
+                    those = _logs((row for row in like if row.kind[place] == one), metric)
+                    if (of_one := _quantile([*map(_sizes, those)], SHARE)) > off:
+                        off, alike = of_one, f"{', '.join(first(kind, depth))}; as far off as {one}"
             return Error(exp(off), exp(_quantile(found, 0.5)), len(like), len(found), alike)
     return None
 

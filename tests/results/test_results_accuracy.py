@@ -17,6 +17,7 @@ from sim.results.result import assemble
 from sim.run.prepare import prepare
 from sim.specs.hardware import built_in_hardware
 
+FEW_ROWS = 50
 METRIC = "mean_ttft_ms"
 HERE = Kind("dense", "h100", "16 bits", "group", "some")
 SERVER = Scenario(
@@ -113,10 +114,22 @@ def test_shipped_rows_are_of_servers_that_the_script_knows_and_say_nothing_twice
     "unit", [lambda row: row.configuration, lambda row: row.server], ids=["configuration", "server"]
 )
 def test_intervals_hold_on_what_was_left_out(metric, unit):
-    """80 % is meant. The rows are few and unlike: a percent or two less is chance, five were a promise broken."""
+    """80 % is meant, of each GPU's dense rows and rows with experts: a percent or two less is chance."""
     found = left_out(measured_rows(), metric, unit)
     assert len(found) > 700
-    assert 0.79 <= coverage(found, metric) <= 0.90
+    assert coverage(found, metric) <= 0.93
+    for group in {row.kind[:2] for row, _ in found}:
+        some = [(row, error) for row, error in found if row.kind[:2] == group]
+        assert len(some) < FEW_ROWS or coverage(some, metric) >= 0.78, group
+
+
+def test_the_wider_of_rows_of_the_gpu_and_of_the_format_counts():
+    """On its GPU 0.1, in its format 0.7; the first alone would know nothing of the format's kernels."""
+    rows = rows_of(*[0.1] * 20, kind=HERE._replace(weights="int4"))
+    rows += rows_of(*[0.7] * 20, kind=HERE._replace(gpu="b200"), server="other")
+    error = nearest_error(rows, HERE, METRIC)
+    assert error is not None
+    assert (error.factor, error.alike) == (pytest.approx(exp(0.7)), "dense, 16 bits")
 
 
 def test_a_run_like_measured_servers_has_its_metrics_within_their_intervals():
