@@ -213,9 +213,7 @@ class EagerBatching(PrefillFirst):
 
 def slack_without_time(limits: Limits, sound: Parts) -> Parts:
     assert isinstance(sound.admission, SlackAdmission)
-    broken = TimelessSlack(
-        limits.num_gpu_blocks, sound.admission.prefill_s, 0.03, drop_irrecoverable=True, lengths_known=True
-    )
+    broken = TimelessSlack(limits.num_gpu_blocks, sound.admission.prefill_s, 0.03, drop_irrecoverable=True)
     return replace(sound, admission=broken)
 
 

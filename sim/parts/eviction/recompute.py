@@ -33,7 +33,7 @@ class Recompute(Eviction):
             Recompute.evict(self, seq, plan)
             return False
         self.swaps.swap_out(seq, plan)
-        seq.status = Status.SWAPPED
+        self.scheduler.park(seq, Status.SWAPPED)
         seq.num_preemptions += 1
         return True
 
