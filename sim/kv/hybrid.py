@@ -34,7 +34,8 @@ class HybridMemory(Memory):
     """Pool blocks are those of one group; `unit` is a whole block's, one for each group."""
 
     name: ClassVar[str] = "paged"
-    memoized = ("_looked_up",)
+    # Of the heap, what is out of date alone goes when it is asked.
+    memoized = ("_looked_up", "_heap")
     can_receive = False
 
     @classmethod
