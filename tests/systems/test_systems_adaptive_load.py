@@ -146,3 +146,14 @@ def test_requests_alike_far_past_the_knee(machine, prompt, output, burstiness, s
         run = execute(build_run(prepare(scenario, "adaptive", Adaptive()), traffic(scenario)))
         good.append(run.engines[0].log.good)
     assert good[1] >= 0.97 * good[0]
+
+
+def test_prompts_with_time_leave_blocks_to_what_is_parked_without():
+    """Blocks as they became free went to prompts with 9 s to spare, and of those parked 6 % lost their TPOT."""
+    scenario = Scenario(
+        model="qwen3-8b", gpu="rtx-4090", workload="uniform", input_len=77, output_len=137, num_prompts=600,
+        request_rate=36.0, seed=3, goodput=("ttft:9000", "tpot:65"),
+    )  # fmt: skip
+    policy = Adaptive(ttft_slo_ms=9000.0, tpot_slo_ms=65.0)
+    run = execute(build_run(prepare(scenario, "adaptive", policy), traffic(scenario)))
+    assert run.engines[0].log.good >= 0.97 * 600

@@ -75,6 +75,8 @@ class Park(Recompute):
         self._joined: dict[Sequence, None] = {}
         # Of those on the way back.
         self._returning_blocks = 0
+        # What the first of the parked wants, where it can wait less long than prompts: none starts in these blocks.
+        self._owed_blocks = 0
         self._short = False
         # What `growth` says before a sequence has joined in this step.
         self._growth = 0
@@ -117,7 +119,7 @@ class Park(Recompute):
 
     def headroom(self) -> int:
         """The same, one that returns included."""
-        return self.growth() + 1
+        return self.growth() + 1 + self._owed_blocks
 
     def seats(self, *, alone: bool = False) -> int:
         """How many more may run: there are seats, and TPOTs are met beside prompts, or `alone`."""
@@ -131,7 +133,7 @@ class Park(Recompute):
         self._short = self._is_short()
         if not self.order.changed and not self._short:
             return
-        iteration_s, self.num_kept = self.order.iteration_s(), 0
+        iteration_s, self.num_kept, self._owed_blocks = self.order.iteration_s(), 0, 0
         first = self._bring_back(iteration_s) if self.away else None
         if self._make_way(iteration_s, first):
             self._growth = self.growth()
@@ -183,6 +185,7 @@ class Park(Recompute):
             self.paged.look_up(prompt, is_next=False)
             reserved = self.paged.blocks_wanted(prompt, prompt.num_tokens)
         prompt_s = self._laxity_s(prompt, iteration_s) if prompt is not None else inf
+        is_impatient = prompt is not None and self.order.is_impatient(prompt)
         free, seats = self.gpu.free - self._growth - 1, self.seats()
         ranked = self._ranked(iteration_s)
         while ranked:
@@ -192,6 +195,7 @@ class Park(Recompute):
             blocks = self.paged.held_blocks(seq) + 1
             is_first = kind == KEPT and self._laxity_s(seq, iteration_s) < prompt_s
             if seats <= 0 or blocks > free - (0 if is_first else reserved):
+                self._owed_blocks = blocks if is_first and not is_impatient else 0
                 return seq
             free -= blocks
             seats -= 1
