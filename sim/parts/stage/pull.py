@@ -68,7 +68,9 @@ class Pull(Stage):
         self.offered.append(seq)
 
     def prepare(self, now_s: float) -> None:
-        self._seat()
+        # Those whose KV is here go on, as there are seats.
+        while self.landed and self.scheduler.num_seated < self.max_num_seqs:
+            self.scheduler.join_known(self.landed.popleft())
         self.pull(self.scheduler.admission.keep_free)
 
     def pull(self, keep_free: int) -> None:
@@ -82,11 +84,6 @@ class Pull(Stage):
                 if not memory.fits_received(seq, keep_free):
                     break
             self._pull(self.offered.popleft())
-
-    def _seat(self) -> None:
-        """Those whose KV is here go on, as there are seats."""
-        while self.landed and self.scheduler.num_seated < self.max_num_seqs:
-            self.scheduler.join_known(self.landed.popleft())
 
     def _few_wait(self) -> bool:
         """Whether those that were pulled and do not decode yet leave room for more."""
