@@ -141,13 +141,13 @@ class DeviceMemory:
             self.placement = turns
             self.states = TurnStates(memory, turns, decoder, self.gpu, self.engine, self.copies)
         elif isinstance(memory, FirstLayersAgain):
-            placement = UncachedPlacement(self.counted, self.host, num_groups=groups, block_tokens=block_tokens)
+            placement = UncachedPlacement(self.counted, self.host.ids, num_groups=groups, block_tokens=block_tokens)
             budget = scheduler.limits.max_num_batched_tokens
             self.placement, self.uncached = placement, UncachedTokens(placement, self.copies, layer_group, budget)
         elif self.has_windows and window is not None:
-            self.placement = WindowedPlacement(self.counted, self.host, window, block_tokens)
+            self.placement = WindowedPlacement(self.counted, self.host.ids, window, block_tokens)
         else:
-            self.placement = Placement(self.counted, self.host, num_groups=groups, block_tokens=block_tokens)
+            self.placement = Placement(self.counted, self.host.ids, num_groups=groups, block_tokens=block_tokens)
             if isinstance(stage, PartialRecompute) and stage.seconds.input_share:
                 self.inputs = LayerInputs(decoder, self.host, self.placement, self.scratch, self.copies, self.engine)
         self.beside = self.states or self.inputs or self.uncached

@@ -1,17 +1,15 @@
 """`KVPool`: the keys and values of one tier in one tensor of blocks."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from gpu_runtime.kv.block_ids import BlockIds, OutOfBlocks
+from gpu_runtime.kv.block_ids import BlockIds
 from gpu_runtime.kv.layer_places import Places
 from gpu_runtime.kv.page_locked import page_locked
 from gpu_runtime.kv.stored import raw
 from gpu_runtime.model.config import DecoderConfig
-
-__all__ = ["KVPool", "OutOfBlocks"]
 
 
 class KVPool:
@@ -67,7 +65,8 @@ class KVPool:
             # Written, not only promised: else the first copy to each page would pay for the page.
             self.data = torch.empty(shape, device=device, dtype=dtype)
             self.raw.zero_()
-        self._ids = BlockIds(num_blocks)
+        self.ids = BlockIds(num_blocks)
+        """Which blocks are free."""
 
     @property
     def device(self) -> torch.device:
@@ -94,11 +93,6 @@ class KVPool:
         """Bytes of one block."""
         return self.data[0].numel() * self.data.element_size()
 
-    @property
-    def num_free(self) -> int:
-        """Blocks that are not allocated."""
-        return self._ids.num_free
-
     def key_value(self, layer_in_group: int) -> Tensor:
         """View [num_blocks, 2 (K, V), num_kv_heads, block_tokens, head_dim] of one layer of every block."""
         return self.data[:, layer_in_group]
@@ -111,19 +105,7 @@ class KVPool:
         return group, self.key_value(layer_in_group)
 
     def release(self) -> None:
-        """Give the memory back; ids can still be counted, but nothing reads, writes or copies blocks any more."""
+        """Give the memory back; `ids` can still be counted, but nothing reads, writes or copies blocks any more."""
         if self._unlock is not None:
             self._unlock()
         self.data = self.data.new_empty(0)
-
-    def allocate(self, n: int) -> list[int]:
-        """Ids of `n` blocks, now allocated; raises `OutOfBlocks` and takes none if fewer are free."""
-        return self._ids.allocate(n)
-
-    def free(self, ids: Iterable[int]) -> None:
-        """Give blocks back; InvariantError for a block that is not allocated."""
-        self._ids.free(ids)
-
-    def check(self) -> None:
-        """InvariantError unless every free block is listed exactly once."""
-        self._ids.check()

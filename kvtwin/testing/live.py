@@ -256,6 +256,6 @@ def _chosen(decoder: Decoder, tokens: list[int]) -> list[int]:
     """The greedy token behind each."""
     blocks = -(-len(tokens) // BLOCK_SIZE)
     pool = KVPool(decoder.config, blocks, BLOCK_SIZE, decoder.config.num_layers, decoder.device, decoder.dtype)
-    batch = AttentionBatch.build([len(tokens)], [0], [[pool.allocate(blocks)]], pool.block_tokens, pool.device)
+    batch = AttentionBatch.build([len(tokens)], [0], [[pool.ids.allocate(blocks)]], pool.block_tokens, pool.device)
     rows = torch.arange(len(tokens), device=pool.device)
     return greedy(decoder.forward(torch.tensor(tokens, device=pool.device), batch, pool, rows)).tolist()

@@ -36,9 +36,9 @@ class Runner:
         self.pool = KVPool(
             decoder.config, num_blocks, block_tokens, layer_group, decoder.device, kv_dtype or decoder.dtype
         )
-        ids = self.pool.allocate(num_blocks)
+        ids = self.pool.ids.allocate(num_blocks)
         random.Random(seed).shuffle(ids)
-        self.pool.free(ids)
+        self.pool.ids.free(ids)
         self.tokens: dict[int, list[int]] = {}
         self.tables: dict[int, list[list[int]]] = {}
         self.hidden: dict[int, torch.Tensor] = {}
@@ -50,7 +50,7 @@ class Runner:
             self.tokens[seq] += tokens
             table = self.tables.setdefault(seq, [[] for _ in range(self.pool.num_groups)])
             for blocks in table:
-                blocks += self.pool.allocate(-(-len(self.tokens[seq]) // self.pool.block_tokens) - len(blocks))
+                blocks += self.pool.ids.allocate(-(-len(self.tokens[seq]) // self.pool.block_tokens) - len(blocks))
         tables = [[self.tables[seq][group] for seq in new] for group in range(self.pool.num_groups)]
         return AttentionBatch.build(
             [len(t) for t in new.values()], context, tables, self.pool.block_tokens, self.decoder.device

@@ -2,35 +2,13 @@
 
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
+from gpu_runtime.kv.block_ids import BlockIds
 from gpu_runtime.kv.replay.held import BlockCopy
 from sim.engine.changes import Direction, Load, Store
 from sim.engine.sequence import Sequence
 from sim.errors import InvariantError
-
-
-class Blocks(Protocol):
-    """A pool of block ids that are not shared (`gpu_runtime.kv.pool.KVPool`)."""
-
-    num_blocks: int
-
-    @property
-    def num_free(self) -> int:
-        """Ids that can still be taken."""
-        ...
-
-    def check(self) -> None:
-        """InvariantError unless every free id is listed once."""
-        ...
-
-    def allocate(self, n: int) -> list[int]:
-        """Take `n` ids."""
-        ...
-
-    def free(self, ids: Iterable[int]) -> None:
-        """Give ids back."""
-        ...
 
 
 class Filling(NamedTuple):
@@ -44,7 +22,7 @@ class Filling(NamedTuple):
 class HostedBlocks:
     """Blocks of a host's pool that outlive their sequences."""
 
-    def __init__(self, pool: Blocks) -> None:
+    def __init__(self, pool: BlockIds) -> None:
         self._pool = pool
         self._ids: dict[int, int] = {}
         self._lost: set[int] = set()
@@ -75,7 +53,7 @@ class HostedBlocks:
         self._ids.update(zip(store.keys, ids, strict=True))
         self._lost.difference_update(store.keys)
 
-    def begin(self, seq: Sequence) -> "Filling | None":
+    def begin(self, seq: Sequence) -> Filling | None:
         """What the next copy of a sequence fills; None where it fills nothing here."""
         fillings = self._fillings.get(seq)
         if not fillings:
@@ -85,7 +63,7 @@ class HostedBlocks:
             del self._fillings[seq]
         return found
 
-    def has(self, filling: "Filling") -> bool:
+    def has(self, filling: Filling) -> bool:
         """Whether all that it fills is still wanted."""
         keys = filling.store.keys
         return all(self._ids.get(key) == block for key, block in zip(keys, filling.target, strict=True))

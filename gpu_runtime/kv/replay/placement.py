@@ -12,7 +12,7 @@ from collections.abc import Sequence as Seq
 from gpu_runtime.kv.block_ids import BlockIds
 from gpu_runtime.kv.replay.cached_blocks import CachedBlocks
 from gpu_runtime.kv.replay.held import BlockCopy, Held, Holders, Transfer
-from gpu_runtime.kv.replay.hosted_blocks import Blocks, Filling, HostedBlocks
+from gpu_runtime.kv.replay.hosted_blocks import Filling, HostedBlocks
 from gpu_runtime.kv.replay.prefix_blocks import PrefixBlocks
 from sim.engine.changes import (
     Direction,
@@ -49,7 +49,7 @@ class Placement:
     """
 
     def __init__(
-        self, gpu: BlockIds, host: Blocks, *, num_groups: int, block_tokens: int, hosted: HostedBlocks | None = None
+        self, gpu: BlockIds, host: BlockIds, *, num_groups: int, block_tokens: int, hosted: HostedBlocks | None = None
     ) -> None:
         self.gpu, self.host = gpu, host
         self.num_groups, self.block_tokens = num_groups, block_tokens

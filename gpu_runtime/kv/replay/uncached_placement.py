@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 
 from gpu_runtime.kv.block_ids import BlockIds
 from gpu_runtime.kv.replay.held import BlockCopy
-from gpu_runtime.kv.replay.hosted_blocks import Blocks
 from gpu_runtime.kv.replay.placement import Placement
 from sim.engine.changes import Direction, Place, Rebuilt, Uncache
 from sim.engine.sequence import Sequence
@@ -32,7 +31,7 @@ class Uncached:
 class UncachedPlacement(Placement):
     """`Placement` in which the first blocks of sequences may be lots of scratch."""
 
-    def __init__(self, gpu: BlockIds, host: Blocks, *, num_groups: int, block_tokens: int) -> None:
+    def __init__(self, gpu: BlockIds, host: BlockIds, *, num_groups: int, block_tokens: int) -> None:
         super().__init__(gpu, host, num_groups=num_groups, block_tokens=block_tokens)
         self.uncached: dict[Sequence, Uncached] = {}
         self._coming: dict[Sequence, Uncache] = {}

@@ -5,7 +5,6 @@ from collections.abc import Sequence as Seq
 
 from gpu_runtime.kv.block_ids import BlockIds
 from gpu_runtime.kv.replay.held import Held
-from gpu_runtime.kv.replay.hosted_blocks import Blocks
 from gpu_runtime.kv.replay.placement import Placement
 from sim.engine.changes import Place
 from sim.engine.limits import WindowLimits
@@ -22,7 +21,7 @@ class WindowedPlacement(Placement):
     A sequence's list of a group has an entry for each block since its beginning, so that places are positions.
     """
 
-    def __init__(self, gpu: BlockIds, host: Blocks, window: WindowLimits, block_tokens: int) -> None:
+    def __init__(self, gpu: BlockIds, host: BlockIds, window: WindowLimits, block_tokens: int) -> None:
         num_groups = window.num_full + window.num_window
         super().__init__(gpu, host, num_groups=num_groups, block_tokens=block_tokens)
         self._window, self._windowed = window.tokens, range(window.num_full, num_groups)

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from runtime_small import SMALL
 
 from gpu_runtime.kv import page_locked
-from gpu_runtime.kv.block_ids import BlockIds
-from gpu_runtime.kv.pool import KVPool, OutOfBlocks
+from gpu_runtime.kv.block_ids import BlockIds, OutOfBlocks
+from gpu_runtime.kv.pool import KVPool
 from gpu_runtime.kv.replay.cached_blocks import CachedBlocks
 from sim.errors import InvariantError, UserError
 

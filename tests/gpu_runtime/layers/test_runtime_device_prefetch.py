@@ -51,7 +51,7 @@ class Watched:
         monkeypatch.setattr(CopyEngine, "copy_blocks", copying)
         monkeypatch.setattr(DecoderLayer, "attend", starting)
         self.gpu, self.host = (KVPool(SMALL, 200, 4, 1, "cpu", torch.float32) for _ in range(2))
-        self.placement = Placement(self.gpu, self.host, num_groups=4, block_tokens=4)
+        self.placement = Placement(self.gpu.ids, self.host.ids, num_groups=4, block_tokens=4)
         self.engine = CopyEngine("cpu", inline=inline)
         copies = KVCopies(self.engine, self.gpu, self.host, lambda seq, reason: pytest.fail(reason))
         self.scratch = BlockIds(200)
@@ -61,10 +61,10 @@ class Watched:
     def hold(self, hosted, slots=0):
         """A sequence of six blocks, some of whose layers are on the host."""
         seq = Sequence(Request(0, 0.0, 21, 5))
-        held = self.placement.held[seq] = Held(slots=[self.gpu.allocate(6) for _ in range(slots)])
+        held = self.placement.held[seq] = Held(slots=[self.gpu.ids.allocate(6) for _ in range(slots)])
         for group in range(4):
             pool, ids = (self.host, held.host) if group in hosted else (self.gpu, held.gpu)
-            ids[group] = pool.allocate(6)
+            ids[group] = pool.ids.allocate(6)
         return seq
 
     def run(self):

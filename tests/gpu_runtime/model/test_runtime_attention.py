@@ -47,7 +47,7 @@ def test_any_batch_is_dense_attention(lengths, block_tokens, heads, layer_group,
     counts = [-(-(n + c) // block_tokens) for n, c in lengths]
     groups = -(-3 // layer_group)
     pool = KVPool(config, groups * sum(counts), block_tokens, layer_group, "cpu", torch.float32)
-    ids = pool.allocate(pool.num_blocks)
+    ids = pool.ids.allocate(pool.num_blocks)
     dice.shuffle(ids)
     tables = [[[ids.pop() for _ in range(count)] for count in counts] for _ in range(groups)]
     layer = dice.randrange(3)

@@ -98,15 +98,15 @@ def test_blocks_that_went_to_the_host_and_back_elsewhere_change_no_logit(decoder
     pool = moved.pool
     host = KVPool(decoder.config, 100, 4, layer_group, "cpu", torch.float32)
     for table in moved.tables[0]:
-        there = host.allocate(len(table))
+        there = host.ids.allocate(len(table))
         host.data[there] = pool.data[table]
         pool.data[table] = float("nan")
-        pool.free(table)
-        table[:] = reversed(pool.allocate(len(table)))
+        pool.ids.free(table)
+        table[:] = reversed(pool.ids.allocate(len(table)))
         pool.data[table] = host.data[there]
-        host.free(there)
-    pool.check()
-    host.check()
+        host.ids.free(there)
+    pool.ids.check()
+    host.ids.check()
     for new in ({0: [3], 1: [4]}, {0: [5, 6], 1: [7]}):
         one, other = stayed.step(new), moved.step(new)
         assert all(torch.equal(one[seq], other[seq]) for seq in new)

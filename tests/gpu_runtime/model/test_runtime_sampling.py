@@ -78,7 +78,7 @@ def drawn_alone(prompt, count, asked):
     decoder, tokens = small_decoder(), list(prompt)
     blocks = -(-(len(prompt) + count) // 4)
     pool = KVPool(decoder.config, blocks, 4, decoder.config.num_layers, decoder.device, decoder.dtype)
-    table, cached = pool.allocate(blocks), 0
+    table, cached = pool.ids.allocate(blocks), 0
     while len(tokens) < len(prompt) + count:
         batch = AttentionBatch.build([len(tokens) - cached], [cached], [[table]], 4, pool.device)
         logits = decoder.forward(torch.tensor(tokens[cached:]), batch, pool)

@@ -63,7 +63,7 @@ def make(shape: str, block_tokens: int, dtype: torch.dtype, num_new: list[int], 
     pool = KVPool(config, sum(counts) + 1, block_tokens, 2, "cpu", dtype)
     noise = torch.randn(pool.data.shape, generator=torch.Generator().manual_seed(1))
     pool.data.copy_(noise.to(dtype))
-    ids = pool.allocate(sum(counts))
+    ids = pool.ids.allocate(sum(counts))
     random.Random(2).shuffle(ids)
     tables = [[ids.pop() for _ in range(count)] for count in counts]
     return config, pool, AttentionBatch.build(num_new, context, [tables], block_tokens, "cpu")
