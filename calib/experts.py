@@ -12,13 +12,13 @@ are constants of a GPU and a type of weights: kernels of 16 bits, block FP8, NVF
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
 import numpy as np
 
-from calib.kernel_fit import KernelTerms, unseen_errors
+from calib.kernel_fit import KernelFit, KernelTerms, errors_of_fit
 from calib.kernel_samples import read_kernel_samples
 from calib.robust import Array, Fit, Parameter, fit_relative
 from calib.roofline import MOST_EXPONENT, fastest, ridge_s, with_exponent
@@ -71,7 +71,7 @@ class ExpertSample(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
 
 def read_expert_samples(path: Path) -> list[ExpertSample]:
-    """The samples of a file of `write_kernel_samples`. UserError for one that holds none."""
+    """The samples of a file. UserError for one that holds none."""
     found = read_kernel_samples(path, ExpertSample, "experts")
     for sample in found:
         if sample.quantization not in WEIGHT_BYTES or not 0 < sample.latency_s < 60 or sample.experts_met <= 0:
@@ -100,53 +100,25 @@ class ExpertTerms(KernelTerms):
         return cls(2 * rows * weights, weight_bytes * weights, rows * moved * ACTIVATION_BYTES)
 
 
-@dataclass(frozen=True)
-class ExpertFit:
-    """Constants of one type of weights by their names in a profile, and errors (predicted / measured - 1).
+def fit_experts(samples: Sequence[ExpertSample]) -> list[KernelFit[ExpertSample]]:
+    """A fit for each type of weights in the samples, with errors on models' shapes left out.
 
-    Attributes:
-        own, unseen: on the samples, and on each model's shape by a fit to the others; shapes (samples,). Where there is
-            one shape only, what one GPU of each size of group has of it is left out instead; `unseen` is empty where
-            that is one as well.
+    Where there is one shape only, what one GPU of each size of group has of it is left out instead.
     """
-
-    quantization: str
-    fit: Fit
-    samples: list[ExpertSample]
-    own: Array
-    unseen: Array
-
-    @property
-    def residuals(self) -> dict[str, float]:
-        """Mean absolute relative errors, under their names in a profile."""
-        name = f"{self.quantization}_expert_mape".lstrip("_")
-        found = {name: round(float(np.abs(self.own).mean()), 5)}
-        if len(self.unseen):
-            found[f"unseen_model_{name}"] = round(float(np.abs(self.unseen).mean()), 5)
-        return found
+    kinds = ([s for s in samples if s.quantization == quantization] for quantization in WEIGHT_BYTES)
+    return [_fit_kind(chosen) for chosen in kinds if chosen]
 
 
-def fit_experts(samples: Sequence[ExpertSample]) -> list[ExpertFit]:
-    """A fit for each type of weights in the samples, with errors on shapes left out."""
-    found = []
-    for quantization in WEIGHT_BYTES:
-        chosen = [s for s in samples if s.quantization == quantization]
-        if chosen:
-            found.append(_fit_kind(quantization, chosen))
-    return found
-
-
-def _fit_kind(quantization: str, samples: list[ExpertSample]) -> ExpertFit:
-    terms, seconds = ExpertTerms.of(samples), np.array([s.latency_s for s in samples])
-    fit = _fit(terms, seconds)
+def _fit_kind(samples: list[ExpertSample]) -> KernelFit[ExpertSample]:
+    quantization, seconds = samples[0].quantization, np.array([s.latency_s for s in samples])
     shapes = np.array([s.shape for s in samples])
     if len(set(shapes)) == 1:
         shapes = np.array([str(s.tp) for s in samples])
-    unseen = unseen_errors(shapes, terms, seconds, _fit, predict_expert_s)
-    own = predict_expert_s(fit.values, terms) / seconds - 1
+    fit, own, unseen = errors_of_fit(seconds, ExpertTerms.of(samples), shapes, _fit, predict_expert_s)
     names = expert_names(quantization)
-    named = Fit({names[name]: estimate for name, estimate in fit.estimates.items()}, fit.scatter)
-    return ExpertFit(quantization, named, samples, own, unseen)
+    named = replace(fit, estimates={names[name]: estimate for name, estimate in fit.estimates.items()})
+    parts = {f"{quantization}_expert".lstrip("_"): np.ones(len(samples), dtype=bool)}
+    return KernelFit(samples, named, own, unseen, "model", parts)
 
 
 def _fit(terms: ExpertTerms, seconds: Array) -> Fit:

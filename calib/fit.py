@@ -3,14 +3,12 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
 
 from calib.copies import COPY_COSTS, all_reduce_points, fault_of_copies, fit_all_reduce, fit_copies, fit_host_memcpy
-from calib.experts import ExpertSample, fit_experts
-from calib.gdn import GdnSample, fit_gdn
 from calib.holdout import (
     Holdout,
     Region,
@@ -28,7 +26,7 @@ from calib.holdout import (
     regions,
     small_predicts_large,
 )
-from calib.latents import LatentSample, fit_latents
+from calib.kernel_fit import KernelFit
 from calib.longest import fit_longest
 from calib.papers import PaperConstant, eq3_alpha, paper_constants
 from calib.quantized import fit_quantised
@@ -37,7 +35,7 @@ from calib.roofline import complete, fit_linear_factors, fit_roofline
 from calib.samples import Sample
 from calib.terms import Terms, load_models, terms_of
 from sim.cost.kernels import Point
-from sim.cost.profile import GDN_UNITS, LATENT_UNITS, ROOFLINE_UNITS, Constant, FittedRange, Profile, product_name
+from sim.cost.profile import ROOFLINE_UNITS, Constant, FittedRange, Profile, product_name
 from sim.errors import UserError
 from sim.specs.hardware import HardwareSpec
 from sim.specs.quantization import PRODUCT_FORMATS
@@ -99,7 +97,6 @@ def fit_profile(
     name: str,
     status: Literal["measured", "imported"],
     provenance: Mapping[str, str],
-    experts: Sequence[ExpertSample] = (),
 ) -> FitReport:
     """Fit a profile of form `roofline`.
 
@@ -109,7 +106,6 @@ def fit_profile(
         hardware: the GPU, for its peak FLOP/s and PCIe rate.
         base: profile of the same form whose constants stand in where the samples say nothing.
         name, status, provenance: of the new profile.
-        experts: samples of routed experts' kernels.
 
     Raises:
         UserError: samples too few, or of too few sizes, to tell the constants apart; it names what is missing.
@@ -139,9 +135,8 @@ def fit_profile(
     factors, by_model, by_rows = _factors(chosen, terms, measured, constants, fixed)
     errors = errors_of(constants, terms, measured, factors)
     quantized = fit_quantised([s for s in timed if s.is_quantised], models, constants, factors)
-    routed = fit_experts(experts)
     longest = fit_longest(unlike, models, constants, factors)
-    for fit in [*quantized.fits, *([longest.fit] if longest.fit else ()), *(kind.fit for kind in routed)]:
+    for fit in [*quantized.fits, *([longest.fit] if longest.fit else ())]:
         estimates |= fit.estimates
         scatter |= dict.fromkeys(fit.estimates, fit.scatter)
     for_papers = [s for s in samples if not s.is_quantised and not (copies_fault and s.op in ("h2d", "d2h"))]
@@ -165,8 +160,7 @@ def fit_profile(
         range=range_of(chosen),
         residuals=_residuals(chosen, errors, (by_model, by_rows), large, found)
         | quantized.residuals
-        | longest.residuals
-        | {name: error for kind in routed for name, error in kind.residuals.items()},
+        | longest.residuals,
         all_reduce=all_reduce_points(samples) or base.all_reduce,
         linear_factors=factors,
         fp8_linear_factors=quantized.factors.get("fp8"),
@@ -192,27 +186,18 @@ def _copies(samples: Sequence[Sample]) -> tuple[Fit | None, str]:
     return replace(fit, estimates=dict.fromkeys(COPY_COSTS, Estimate(0.0, None, 0.0, 0.0)) | fit.estimates), ""
 
 
-def with_latents(report: FitReport, samples: Sequence[LatentSample], hardware: HardwareSpec) -> FitReport:
-    """The report of a fit, and constants of latent attention fitted beside its products."""
-    fit = fit_latents(samples, report.profile, hardware)
-    return _with_kernels(report, fit.fit, LATENT_UNITS, fit.residuals)
-
-
-def with_gdn(report: FitReport, samples: Sequence[GdnSample], hardware: HardwareSpec) -> FitReport:
-    """The report of a fit, and constants of Gated DeltaNet."""
-    fit = fit_gdn(samples, hardware)
-    return _with_kernels(report, fit.fit, GDN_UNITS, fit.residuals)
-
-
-def _with_kernels(report: FitReport, fit: Fit, units: Mapping[str, str], residuals: Mapping[str, float]) -> FitReport:
-    constants = {name: _constant(estimate, units[name], fit.scatter) for name, estimate in fit.estimates.items()}
-    found = report.profile.constants | constants
+def with_kernels(report: FitReport, kernels: KernelFit[Any]) -> FitReport:
+    """The report of a fit, and constants of single kernels in place of those that were carried over."""
+    found, fit = dict(report.profile.constants), kernels.fit
+    for name, estimate in fit.estimates.items():
+        found[name] = _constant(estimate, ROOFLINE_UNITS[name], fit.scatter)
     profile = msgspec.structs.replace(
         report.profile,
         constants={name: found[name] for name in ROOFLINE_UNITS if name in found},
-        residuals={**(report.profile.residuals or {}), **residuals},
+        residuals={**(report.profile.residuals or {}), **kernels.residuals},
     )
-    return replace(report, profile=profile, estimates={**report.estimates, **fit.estimates})
+    carried = [name for name in report.carried if name not in fit.estimates]
+    return replace(report, profile=profile, estimates={**report.estimates, **fit.estimates}, carried=carried)
 
 
 def _factors(

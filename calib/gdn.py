@@ -20,7 +20,7 @@ from typing import Literal
 import msgspec
 import numpy as np
 
-from calib.kernel_fit import KernelTerms, PhasedFit, unseen_errors
+from calib.kernel_fit import KernelFit, KernelTerms, errors_of_fit, phases
 from calib.kernel_samples import read_kernel_samples
 from calib.robust import Array, Fit, Parameter, fit_relative
 from sim.cost.gated_delta_net import HEAD_DIM
@@ -114,7 +114,7 @@ def read_gdn_samples(path: Path) -> list[GdnSample]:
     return found
 
 
-def fit_gdn(samples: Sequence[GdnSample], hardware: HardwareSpec) -> PhasedFit[GdnSample]:
+def fit_gdn(samples: Sequence[GdnSample], hardware: HardwareSpec) -> KernelFit[GdnSample]:
     """A fit to the samples that `is_fitted`, with errors on numbers of value heads left out.
 
     Raises:
@@ -122,13 +122,9 @@ def fit_gdn(samples: Sequence[GdnSample], hardware: HardwareSpec) -> PhasedFit[G
     """
     chosen = [s for s in samples if s.is_fitted]
     heads = np.array([s.num_value_heads for s in chosen])
-    if len(set(heads)) < 2 or len({s.phase for s in chosen}) < 2:
-        raise UserError("samples of Gated DeltaNet need both phases and two numbers of value heads: give more")
-    terms, seconds = GdnTerms.of(chosen), np.array([s.latency_s for s in chosen])
-    fit = _fit(terms, seconds, hardware)
-    own = predict_gdn_s(fit.values, terms) / seconds - 1
-    unseen = unseen_errors(heads, terms, seconds, partial(_fit, hardware=hardware), predict_gdn_s)
-    return PhasedFit("gdn", fit, chosen, own, unseen)
+    parts = phases("gdn", "Gated DeltaNet", [s.phase for s in chosen], heads)
+    seconds, fit_to = np.array([s.latency_s for s in chosen]), partial(_fit, hardware=hardware)
+    return KernelFit(chosen, *errors_of_fit(seconds, GdnTerms.of(chosen), heads, fit_to, predict_gdn_s), "heads", parts)
 
 
 def _fit(terms: GdnTerms, seconds: Array, hardware: HardwareSpec) -> Fit:

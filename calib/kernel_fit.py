@@ -1,13 +1,14 @@
-"""What fits to samples of single kernels share: terms by sample, errors on what is left out, errors by phase."""
+"""A fit to samples of single kernels: terms by sample, and errors on the samples and on what is left out."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Generic, Protocol, Self, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from calib.robust import Array, Fit
+from sim.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -18,59 +19,63 @@ class KernelTerms:
         return type(self)(*(getattr(self, field.name)[chosen] for field in fields(self)))
 
 
-class Phased(Protocol):
-    """A sample of prompts or of decodes."""
-
-    @property
-    def phase(self) -> str:
-        """`prefill` or `decode`."""
-        ...
-
-
+S = TypeVar("S")
 T = TypeVar("T", bound=KernelTerms)
-P = TypeVar("P", bound=Phased)
 
 
 @dataclass(frozen=True)
-class PhasedFit(Generic[P]):
+class KernelFit(Generic[S]):
     """Constants by their names in a profile, and errors (predicted / measured - 1).
 
     Attributes:
-        kind: what names of residuals begin with.
         samples: those that are fitted.
-        own, unseen: on them, and on those of each number of heads by a fit to the others; shapes (samples,).
+        own, unseen: on them, and on those of each group by a fit to the others; shapes (samples,). `unseen` is empty
+            where there is one group only.
+        groups: what the groups differ in, as names of residuals call it.
+        parts: which samples each pair of residuals is of, by what their names have before `_mape`.
     """
 
-    kind: str
+    samples: list[S]
     fit: Fit
-    samples: list[P]
     own: Array
     unseen: Array
+    groups: str
+    parts: Mapping[str, NDArray[np.bool_]]
 
     @property
     def residuals(self) -> dict[str, float]:
         """Mean absolute relative errors, under their names in a profile."""
         found = {}
-        for phase in ("prefill", "decode"):
-            chosen = np.array([s.phase == phase for s in self.samples])
-            found[f"{self.kind}_{phase}_mape"] = round(float(np.abs(self.own[chosen]).mean()), 5)
-            found[f"unseen_heads_{self.kind}_{phase}_mape"] = round(float(np.abs(self.unseen[chosen]).mean()), 5)
+        for name, chosen in self.parts.items():
+            found[f"{name}_mape"] = round(float(np.abs(self.own[chosen]).mean()), 5)
+            if len(self.unseen):
+                found[f"unseen_{self.groups}_{name}_mape"] = round(float(np.abs(self.unseen[chosen]).mean()), 5)
         return found
 
 
-def unseen_errors(
-    kinds: NDArray[Any], terms: T, measured_s: Array, fit: Callable[[T, Array], Fit], predict_s: Callable[..., Array]
-) -> Array:
-    """Errors on each kind of samples by a `fit` to the others, shape (samples,); empty where there is one kind only.
+def errors_of_fit(
+    measured_s: Array, terms: T, group_of: NDArray[Any], fit: Callable[[T, Array], Fit], predict_s: Callable[..., Array]
+) -> tuple[Fit, Array, Array]:
+    """The fit to all samples, and `own` and `unseen` errors as `KernelFit` has them.
 
     Args:
-        kinds, terms, measured_s: of the samples.
+        measured_s, terms, group_of: of the samples.
         predict_s: seconds by a fit's values and terms.
     """
+    whole = fit(terms, measured_s)
     unseen = np.zeros(len(measured_s))
-    for kind in sorted(set(kinds)):
-        out = kinds == kind
+    for group in sorted(set(group_of)):
+        out = group_of == group
         if out.all():
-            return np.zeros(0)
-        unseen[out] = predict_s(fit(terms[~out], measured_s[~out]).values, terms[out]) / measured_s[out] - 1
-    return unseen
+            unseen = np.zeros(0)
+        else:
+            unseen[out] = predict_s(fit(terms[~out], measured_s[~out]).values, terms[out]) / measured_s[out] - 1
+    return whole, predict_s(whole.values, terms) / measured_s - 1, unseen
+
+
+def phases(kind: str, what: str, phase_of: Sequence[str], heads: NDArray[Any]) -> dict[str, NDArray[np.bool_]]:
+    """`KernelFit.parts` by phase, their names beginning with `kind`; UserError of one phase, or one number of heads."""
+    parts = {f"{kind}_{phase}": np.array([own == phase for own in phase_of]) for phase in ("prefill", "decode")}
+    if len(set(heads)) < 2 or not all(part.any() for part in parts.values()):
+        raise UserError(f"samples of {what} need both phases and two numbers of heads: give more")
+    return parts

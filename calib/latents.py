@@ -23,7 +23,7 @@ from typing import Literal
 import msgspec
 import numpy as np
 
-from calib.kernel_fit import KernelTerms, PhasedFit, unseen_errors
+from calib.kernel_fit import KernelFit, KernelTerms, errors_of_fit, phases
 from calib.kernel_samples import read_kernel_samples
 from calib.robust import Array, Fit, Parameter, fit_relative
 from calib.roofline import ridge_s
@@ -135,25 +135,21 @@ def read_latent_samples(path: Path) -> list[LatentSample]:
     return found
 
 
-def fit_latents(samples: Sequence[LatentSample], profile: Profile, hardware: HardwareSpec) -> PhasedFit[LatentSample]:
+def fit_latents(samples: Sequence[LatentSample], profile: Profile, hardware: HardwareSpec) -> KernelFit[LatentSample]:
     """A fit to samples whose products `profile` prices, with errors on numbers of heads left out.
 
     Raises:
         UserError: samples of one number of heads, or of one phase.
     """
     heads = np.array([s.num_heads for s in samples])
-    if len(set(heads)) < 2 or len({s.phase for s in samples}) < 2:
-        raise UserError("samples of latent attention need both phases and two numbers of heads: give more")
+    parts = phases("latent", "latent attention", [s.phase for s in samples], heads)
     terms, seconds = LatentTerms.of(samples, profile, hardware), np.array([s.latency_s for s in samples])
     token_bytes = attention_model(1, fp8=False).kv_bytes_per_token_layer()
     kv = KVPrice(token_bytes / profile.value("kv_bytes_per_s"), profile.value("roofline_exponent"))
-    fit = _fit(terms, seconds, kv, hardware)
-    own = predict_latent_s(fit.values, terms, kv) / seconds - 1
-    unseen = unseen_errors(
-        heads, terms, seconds, partial(_fit, kv=kv, hardware=hardware), partial(predict_latent_s, kv=kv)
-    )
+    fit_to, predict_s = partial(_fit, kv=kv, hardware=hardware), partial(predict_latent_s, kv=kv)
+    fit, own, unseen = errors_of_fit(seconds, terms, heads, fit_to, predict_s)
     kept = replace(fit, estimates={name: fit.estimates[name] for name in LATENT_UNITS})
-    return PhasedFit("latent", kept, list(samples), own, unseen)
+    return KernelFit(list(samples), kept, own, unseen, "heads", parts)
 
 
 @dataclass(frozen=True)

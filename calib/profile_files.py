@@ -77,10 +77,10 @@ def fit_samples(
     Raises:
         UserError: a file that holds no samples, or samples that tell no profile; no base where one is needed.
     """
-    from calib.experts import read_expert_samples  # noqa: PLC0415
-    from calib.fit import fit_profile, with_gdn, with_latents  # noqa: PLC0415
-    from calib.gdn import read_gdn_samples  # noqa: PLC0415
-    from calib.latents import read_latent_samples  # noqa: PLC0415
+    from calib.experts import fit_experts, read_expert_samples  # noqa: PLC0415
+    from calib.fit import fit_profile, with_kernels  # noqa: PLC0415
+    from calib.gdn import fit_gdn, read_gdn_samples  # noqa: PLC0415
+    from calib.latents import fit_latents, read_latent_samples  # noqa: PLC0415
     from calib.linear import fit_linear_profile  # noqa: PLC0415
     from calib.samples import read_comments, read_samples, samples_sha256  # noqa: PLC0415
 
@@ -100,13 +100,15 @@ def fit_samples(
     if form == "linear":
         return fit_linear_profile(found, folder, hardware, name=name, status=status, provenance=provenance)
     completed = base_profile(base, hardware)
-    report = fit_profile(
-        found, folder, hardware, completed, name=name, status=status, provenance=provenance,
-        experts=read_expert_samples(kernels["experts"]) if "experts" in kernels else (),
-    )  # fmt: skip
+    report = fit_profile(found, folder, hardware, completed, name=name, status=status, provenance=provenance)
+    for fit in fit_experts(read_expert_samples(kernels["experts"])) if "experts" in kernels else ():
+        report = with_kernels(report, fit)
     if "latents" in kernels:
-        report = with_latents(report, read_latent_samples(kernels["latents"]), hardware)
-    return with_gdn(report, read_gdn_samples(kernels["gdn"]), hardware) if "gdn" in kernels else report
+        latents = read_latent_samples(kernels["latents"])
+        report = with_kernels(report, fit_latents(latents, report.profile, hardware))
+    if "gdn" in kernels:
+        report = with_kernels(report, fit_gdn(read_gdn_samples(kernels["gdn"]), hardware))
+    return report
 
 
 def write_report(report: "FitReport", out: Path) -> int:

@@ -4,7 +4,8 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from calib.experts import WEIGHT_BYTES, ExpertFit, ExpertSample, ExpertTerms, predict_expert_s
+from calib.experts import WEIGHT_BYTES, ExpertSample, ExpertTerms, predict_expert_s
+from calib.kernel_fit import KernelFit
 from calib.report import percent, table
 from calib.robust import Array
 from calib.roofline import ridge_s
@@ -16,7 +17,7 @@ KINDS = {"": "16 bits", "fp8": "block FP8", "nvfp4": "NVFP4", "mxfp4": "MXFP4", 
 SIZES = {"1 to 16": (1, 16), "32 to 256": (32, 256), "320 and more": (320, 1 << 30)}
 
 
-def experts_table(found: Mapping[str, tuple[Profile, Sequence[ExpertFit]]]) -> str:
+def experts_table(found: Mapping[str, tuple[Profile, Sequence[KernelFit[ExpertSample]]]]) -> str:
     """Mean absolute relative errors and, of some, biases; by GPU and type of weights.
 
     Args:
@@ -35,7 +36,7 @@ def experts_table(found: Mapping[str, tuple[Profile, Sequence[ExpertFit]]]) -> s
             sizes = (unseen[(tokens >= low) & (tokens <= high)] for low, high in SIZES.values())
             rows.append(
                 (
-                    f"{gpu}, {KINDS[fit.quantization]}",
+                    f"{gpu}, {KINDS[samples[0].quantization]}",
                     f"{len(samples):,}, {len(set(shapes))}",
                     signed(as_dense_s(profile, samples) / measured - 1),
                     f"**{percent(error(unseen))}**",
@@ -60,9 +61,9 @@ def signed(errors: Array) -> str:
     return f"{percent(error(errors))} ({100 * errors.mean():+.0f})" if len(errors) else "-"
 
 
-def simulated_s(fit: ExpertFit, samples: Sequence[ExpertSample]) -> Array:
+def simulated_s(fit: KernelFit[ExpertSample], samples: Sequence[ExpertSample]) -> Array:
     """Seconds as the simulator prices them: tokens choose at random, whatever the samples' routing was."""
-    values = {name: fit.fit.values[own] for name, own in expert_names(fit.quantization).items()}
+    values = {name: fit.fit.values[own] for name, own in expert_names(fit.samples[0].quantization).items()}
     terms, met = ExpertTerms.of(samples), np.array([s.experts_met for s in samples])
     uniform = ExpertTerms(terms.flops, terms.met_bytes * _uniformly_met(samples) / met, terms.activation_bytes)
     return predict_expert_s(values, uniform)

@@ -59,17 +59,17 @@ def test_terms_by_hand():
 
 def test_planted_constants_are_found_again_by_type():
     fits = fit_experts([*planted("fp8"), *planted("")])
-    assert [fit.quantization for fit in fits] == ["", "fp8"]
+    assert [fit.samples[0].quantization for fit in fits] == ["", "fp8"]
     for fit in fits:
-        names = expert_names(fit.quantization)
+        names = expert_names(fit.samples[0].quantization)
         assert set(fit.fit.estimates) == set(names.values())
-        for name, value in PLANTED[fit.quantization].items():
+        for name, value in PLANTED[fit.samples[0].quantization].items():
             estimate = fit.fit.estimates[names[name]]
             assert estimate.low <= value <= estimate.high
             assert estimate.value == pytest.approx(value, rel=0.15)
         assert np.abs(fit.own).mean() < 0.012
         assert np.abs(fit.unseen).mean() < 0.015
-        key = "expert_mape" if not fit.quantization else "fp8_expert_mape"
+        key = "expert_mape" if not fit.samples[0].quantization else "fp8_expert_mape"
         assert fit.residuals == {
             key: pytest.approx(np.abs(fit.own).mean(), abs=1e-5),
             f"unseen_model_{key}": pytest.approx(np.abs(fit.unseen).mean(), abs=1e-5),

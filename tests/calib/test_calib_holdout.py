@@ -9,9 +9,9 @@ from calib_small import A100, REFITTED, THREE, noisy, planted, shapes, terms
 from calibration_tables import FORMS, held_out
 
 from calib.cli import DATA
-from calib.experts import EXPERT_DATA, read_expert_samples
-from calib.fit import FitReport, fit_profile, with_gdn, with_latents
-from calib.gdn import GDN_DATA, read_gdn_samples
+from calib.experts import EXPERT_DATA
+from calib.fit import FitReport, fit_profile
+from calib.gdn import GDN_DATA
 from calib.holdout import (
     Holdout,
     is_decode,
@@ -21,10 +21,11 @@ from calib.holdout import (
     regions,
     small_predicts_large,
 )
-from calib.latents import LATENT_DATA, read_latent_samples
+from calib.latents import LATENT_DATA
 from calib.papers import eq3_alpha
+from calib.profile_files import fit_samples
 from calib.report import fit_markdown
-from calib.samples import Sample, read_comments, read_samples
+from calib.samples import Sample
 from sim.cost.profile import Profile, load_profile
 from sim.specs.hardware import load_hardware
 
@@ -45,22 +46,9 @@ def refit(request) -> Refit:
 @cache
 def refit_of(gpu):
     path = DATA / f"{gpu}-imported.csv.gz"
-    report = fit_profile(
-        read_samples(path),
-        path.parent,
-        load_hardware(gpu),
-        load_profile(f"{gpu}-derived"),
-        name=f"{gpu}-imported",
-        status="imported",
-        provenance=read_comments(path),
-        experts=read_expert_samples(EXPERT_DATA / path.name),
-    )
-    latents = LATENT_DATA / path.name
-    if latents.exists():
-        report = with_latents(report, read_latent_samples(latents), load_hardware(gpu))
-    gdn = GDN_DATA / path.name
-    if gdn.exists():
-        report = with_gdn(report, read_gdn_samples(gdn), load_hardware(gpu))
+    folders = {"experts": EXPERT_DATA, "latents": LATENT_DATA, "gdn": GDN_DATA}
+    kernels = {kind: folder / path.name for kind, folder in folders.items() if (folder / path.name).exists()}
+    report = fit_samples([path], load_hardware(gpu), None, f"{gpu}-imported", "imported", kernels=kernels)
     return Refit(report, load_profile(f"{gpu}-imported"))
 
 

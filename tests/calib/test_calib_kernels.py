@@ -97,7 +97,7 @@ def test_shipped_constants_are_the_fit_to_shipped_samples(kind, name):
         assert {own: profile.value(own) for own in values} == pytest.approx(values, rel=1e-3)
         assert {own: shipped[own] for own in fit.residuals} == pytest.approx(fit.residuals, abs=2e-4)
         # What has inputs of 16 bits is multiplied so.
-        inputs = getattr(fit, "quantization", "")
+        inputs = getattr(fit.samples[0], "quantization", "")
         peak = hardware.product_flops_per_s(inputs) if inputs in PRODUCT_FORMATS else hardware.fp16_flops_per_s
         assert all(rate < peak for own, rate in values.items() if own.endswith("flops_per_s"))
         reads = [v for own, v in values.items() if own.endswith(("expert_bytes_per_s", "decode_bytes_per_s"))]
