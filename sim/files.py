@@ -64,11 +64,18 @@ def without_links(path: Path) -> Path:
     return place
 
 
-def write_atomically(path: Path, write: Callable[[IO[bytes]], object]) -> None:
-    """Write a file whole or not at all: a reader never sees half of it.
+def write_atomically(path: Path, content: bytes | Callable[[IO[bytes]], object]) -> None:
+    """Write a file whole or not at all: a reader never sees half of it. `content` is bytes, or writes into a file.
 
     The file that a symbolic link names is replaced, not the link. Pipes and devices are written through.
     """
+
+    def write(file: IO[bytes]) -> None:
+        if isinstance(content, bytes):
+            file.write(content)
+        else:
+            content(file)
+
     path = without_links(path)
     if path.exists() and not path.is_file() and not path.is_dir():
         with path.open("wb") as file:

@@ -45,6 +45,11 @@ def profile_named(text: str | None, gpu: HardwareSpec | str | None = None) -> Pr
     return changed(load_profile(base or None, gpu), changes) if colon and "=" in changes else load_profile(text, gpu)
 
 
+def also_changed(text: str | None, changes: str) -> str:
+    """A profile as `profile_named` takes it, with more of its constants changed."""
+    return f"{text or ''}{',' if '=' in (text or '') else ':'}{changes}"
+
+
 def changed(profile: Profile, text: str) -> Profile:
     """The profile with the constants of `text`, `NAME=VALUE,...` in their own units, in place of its own.
 

@@ -72,7 +72,7 @@ def write_asked(folder: Path, values: Mapping[str, Any]) -> None:
         hint = keys[name] if name in keys else option.hint if (option := owned_option(name, installed=False)) else None
         if hint is not None and name not in ("out", "quiet"):
             lines.append(f"{name.replace('_', '-')} = {_toml(convert(flag(name), value, hint))}\n")
-    write_atomically(folder / ASKED_FILE, lambda file: file.write("".join(lines).encode()))
+    write_atomically(folder / ASKED_FILE, "".join(lines).encode())
 
 
 def _toml(value: Any) -> str:  # noqa: ANN401

@@ -171,10 +171,9 @@ def write_comparison(
         **msgspec.structs.asdict(bounds or Bounds()),
     )
     encoded = msgspec.json.format(msgspec.json.encode(comparison), indent=2)
-    write_atomically(folder / "comparison.json", lambda file: file.write(encoded + b"\n"))
+    write_atomically(folder / "comparison.json", encoded + b"\n")
     path = folder / "comparison.md"
-    page = "\n".join(markdown_lines(results, bounds, figures=figures)) + "\n"
-    write_atomically(path, lambda file: file.write(page.encode()))
+    write_atomically(path, "\n".join([*markdown_lines(results, bounds, figures=figures), ""]).encode())
     return path
 
 

@@ -341,8 +341,7 @@ def _scenario(setup: Setup) -> ResolvedScenario:
 def write_result(folder: Path, result: Result) -> Path:
     """Write `result.json`, in a fixed order; numbers that do not exist are null."""
     path = folder / RESULT_FILE
-    encoded = msgspec.json.encode(result_data(result))
-    write_atomically(path, lambda file: file.write(encoded + b"\n"))
+    write_atomically(path, msgspec.json.encode(result_data(result)) + b"\n")
     return path
 
 

@@ -206,7 +206,7 @@ class NewResults:
                 raise UserError(f"{flag}: {path} is to be written, and a folder is where a file goes, or a file where "
                                 "a folder goes; move it away")  # fmt: skip
         whole = json.encode(Whole(self._home, files, list(self._below)))
-        write_atomically(self.place / WHOLE_FILE, lambda file: file.write(whole))
+        write_atomically(self.place / WHOLE_FILE, whole)
         _settle(self._folder)
 
 

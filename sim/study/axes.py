@@ -19,7 +19,7 @@ A study file is a scenario file with a table for the study, here `[sweep]`:
 Axes that begin with `profile-` change constants of the profile (`sim.cost.changed_profile`).
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import product
 from math import prod
 from typing import Any, Literal
@@ -27,6 +27,7 @@ from typing import Any, Literal
 import numpy as np
 from msgspec import Struct
 
+from sim.cost.changed_profile import also_changed
 from sim.errors import UserError
 from sim.options.policies import has_option, owned_option
 from sim.options.scenario import Outputs, Scenario
@@ -38,6 +39,8 @@ PROFILE = "profile_"
 DIGITS = 6
 """Significant digits of values on a range: 1.58114, not 1.5811388300841898."""
 RANGES = ("log", "linear")
+OUTPUTS = {"out", *(f.name for f, _ in option_fields(Outputs))}
+"""Options of a command that change no result."""
 MOST_RUNS = 100_000
 """Of a study: each is a file, and one of 10 ms with all others is a quarter of an hour."""
 
@@ -104,8 +107,7 @@ def read_study(table: Mapping[str, Any], section: str, where: str, extra: Mappin
     if not isinstance(own, dict):
         raise UserError(f"{where}: {section} is {own!r}, not a table; write [{section}]")
     fixed = _fixed({key: value for key, value in table.items() if key != section}, section, where)
-    outputs = {f.name for f, _ in option_fields(Outputs)} | {"out"}
-    for name in fixed.keys() & outputs:
+    for name in fixed.keys() & OUTPUTS:
         raise UserError(f"{where}: {name.replace('_', '-')} is said on the command line, not in a study; leave it out")
     extra = dict(extra or {})
     known = ("repeats", "grid", "zip", "random", *extra)
@@ -161,7 +163,7 @@ def _name(key: str, where: str) -> tuple[str, Any]:
     if name.startswith(PROFILE) and name != "profile":
         return name, float
     name, hint = option_named(key, where)
-    if name in {f.name for f, _ in option_fields(Outputs)} | {"out"}:
+    if name in OUTPUTS:
         raise UserError(f"{where}: {key!r} is no axis: it changes no result")
     return name, str if name == "policy" else hint
 
@@ -190,8 +192,13 @@ def _zips(own: Mapping[str, Any], section: str, where: str) -> list[list[dict[st
         if len(set(lengths.values())) > 1:
             told = ", ".join(f"{name.replace('_', '-')} {length}" for name, length in lengths.items())
             raise UserError(f"{place}: values go together, and their numbers differ: {told}; make them equal")
-        found.append([dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)])
+        found.append(_places(columns))
     return [group for group in found if group]
+
+
+def _places(columns: Mapping[str, Sequence[Value]]) -> list[dict[str, Value]]:
+    """Axes that go together, place by place."""
+    return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
 
 def _random(own: Mapping[str, Any], section: str, where: str, fixed: Mapping[str, Any]) -> list[list[dict[str, Value]]]:
@@ -215,7 +222,7 @@ def _random(own: Mapping[str, Any], section: str, where: str, fixed: Mapping[str
         else:
             values = _values(given, hint, f"{place} {key}")
             columns[name] = [values[i] for i in draw.integers(len(values), size=samples)]
-    return [[dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]]
+    return [_places(columns)]
 
 
 def _table(given: object, place: str) -> dict[str, Any]:
@@ -271,14 +278,13 @@ def _rounded(number: float, hint: Any, place: str) -> Value:  # noqa: ANN401
     return float(f"{number:.{DIGITS}g}")
 
 
-def options_at(study: Study, point: Mapping[str, Value], repeat: int) -> Iterator[tuple[str, Any]]:
+def options_at(study: Study, point: Mapping[str, Value], repeat: int) -> dict[str, Any]:
     """The options of one run by field, the profile's changed constants in its name."""
     given: dict[str, Any] = {**study.fixed, **point}
     changes = {name.removeprefix(PROFILE): given.pop(name) for name in [*given] if name.startswith(PROFILE)}
     if changes:
         words = ",".join(f"{name}={value!r}" for name, value in changes.items())
-        base = given.get("profile") or ""
-        given["profile"] = f"{base},{words}" if "=" in base else f"{base}:{words}"
+        given["profile"] = also_changed(given.get("profile"), words)
     if study.repeats > 1:
         given["seed"] = given.get("seed", Scenario.seed) + repeat
-    yield from given.items()
+    return given

@@ -21,8 +21,7 @@ from sim.run.folders import owning
 from sim.run.interrupts import INTERRUPTED
 
 if TYPE_CHECKING:
-    from sim.study.race import Bar
-    from sim.study.sweep import Means, Place, Told
+    from sim.study.sweep import Means, Place
 
 REPRODUCE_HELP = (
     "Run the setups of papers that ship with kvtwin: the paper's numbers beside ours with their ratio, a verdict, and "
@@ -132,9 +131,7 @@ def means_of(arguments: argparse.Namespace) -> "Means":
     seconds = arguments.max_seconds
     if seconds is not None and not seconds > 0:
         raise UserError(f"--max-seconds: {seconds} is not greater than 0; give more, or leave it out")
-    return Means(
-        arguments.backend, arguments.address, arguments.jobs, arguments.max_seconds, arguments.retry_failed
-    )  # fmt: skip
+    return Means(arguments.backend, arguments.address, arguments.jobs, seconds, arguments.retry_failed)
 
 
 def study_table(arguments: argparse.Namespace, command: str) -> dict[str, Any]:
@@ -163,15 +160,15 @@ def _tell_taken(given: Mapping[str, Any], quiet: bool) -> None:
 
 
 @contextmanager
-def progress(label: str, quiet: bool) -> "Iterator[Callable[[int], Told] | None]":
-    """A bar on standard error with the rate, the time left and what failed; nothing without a terminal."""
+def progress(label: str, quiet: bool, *, of_work: bool = False) -> Iterator[Any]:
+    """A bar on standard error, `runs_bar` or `work_bar` of `sim.run.progress`; None without a terminal."""
     if quiet or not sys.stderr.isatty():
         yield None
         return
-    from sim.run.progress import runs_bar  # noqa: PLC0415 - rich is slow to import
+    from sim.run.progress import runs_bar, work_bar  # noqa: PLC0415 - rich is slow to import
 
-    with runs_bar(label) as begin:
-        yield begin
+    with (work_bar if of_work else runs_bar)(label) as bar:
+        yield bar
 
 
 def _goes_on(command: Callable[[argparse.Namespace], int], arguments: argparse.Namespace) -> int:
@@ -264,7 +261,7 @@ def plan_command(arguments: argparse.Namespace) -> int:
     asked = read_plan({**_flags_given(arguments, OWN), **own})
     means, folder = means_of(arguments), arguments.out
     with owning(folder):
-        with _work_progress(arguments.quiet) as bar:
+        with progress("plan", arguments.quiet, of_work=True) as bar:
             found = plan(asked, folder, means, bar)
         from sim.study.plan_report import (  # noqa: PLC0415 - pandas is slow to import
             commands,
@@ -281,18 +278,6 @@ def plan_command(arguments: argparse.Namespace) -> int:
         print(f"The answer, its runs and a manifest for Kubernetes are in {folder}; kvtwin report {folder} shows it")
     _tell_taken(vars(arguments), arguments.quiet)
     return 0
-
-
-@contextmanager
-def _work_progress(quiet: bool) -> "Iterator[Bar | None]":
-    """A bar on standard error by requests simulated, with the time left; nothing without a terminal."""
-    if quiet or not sys.stderr.isatty():
-        yield None
-        return
-    from sim.run.progress import work_bar  # noqa: PLC0415 - rich is slow to import
-
-    with work_bar("plan") as bar:
-        yield bar
 
 
 def map_command(arguments: argparse.Namespace) -> int:
@@ -317,13 +302,12 @@ def map_command(arguments: argparse.Namespace) -> int:
 
 def _told(where: str, folder: Path, places: "list[Place]") -> Iterator[str]:
     """What a sweep says when it ends."""
-    errors = [place.outcome.error for place in places]
-    failed = [error for error in errors if error is not None]
+    failed = [place.outcome.error for place in places if place.outcome.error is not None]
     from sim.study.sweep import engines_of_runs_differ  # noqa: PLC0415
 
     if told := engines_of_runs_differ(place.outcome.result for place in places):
         yield f"{where}: {told}"
-    yield f"{where}: {len(errors)} runs, {len(failed)} of them failed; tables and figures are in {folder}"
+    yield f"{where}: {len(places)} runs, {len(failed)} of them failed; tables and figures are in {folder}"
     kinds = list(dict.fromkeys(failed))
     for error in kinds[:5]:
         yield f"  {failed.count(error)} failed: {error}"

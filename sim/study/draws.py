@@ -16,7 +16,8 @@ from traces.request import Request
 from traces.resample import resample
 from traces.writers import write_trace
 
-OF_TRAFFIC = ("trace", "trace_format", *READING, *SHAPING)
+TRAFFIC = ("trace", "trace_format", *READING, *SHAPING, *OF_WORKLOADS, "seed")
+"""Options of the traffic."""
 USUAL_DRAWS = 5
 MOST_REQUESTS = 20_000
 """Of a draw."""
@@ -63,7 +64,7 @@ def draws(given: dict[str, Any], count: int, folder: Path) -> Draws:
     Raises:
         UserError: there is none, it cannot be read, comes all at once, or waits for answers.
     """
-    own = {name: value for name, value in given.items() if name in (*OF_TRAFFIC, *OF_WORKLOADS, "seed")}
+    own = {name: value for name, value in given.items() if name in TRAFFIC}
     for name in ("max_concurrency", "closed_sessions"):
         if own.get(name):
             raise UserError(
@@ -130,7 +131,7 @@ def like_traffic(given: dict[str, Any], count: int | None, folder: Path) -> Like
     None asks for `USUAL_DRAWS`, or one where the traffic has more than `MOST_REQUESTS`. Traffic that cannot be read is
     left as it is: its run says why.
     """
-    own = {name: value for name, value in given.items() if name in (*OF_TRAFFIC, *OF_WORKLOADS, "seed")}
+    own = {name: value for name, value in given.items() if name in TRAFFIC}
     wanted, seed = count or USUAL_DRAWS, own.get("seed", 0)
     if wanted == 1:
         return Like((own,), "repeats = 1")

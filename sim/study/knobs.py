@@ -73,18 +73,9 @@ def by_trials(
 
 def _draw(trial: Any, name: str, values: list[Value]) -> Value:  # noqa: ANN401 - optuna's own
     """One of the values: of numbers their place, so that neighbours are known to be near."""
-    return (
-        values[trial.suggest_int(name, 0, len(values) - 1)] if _ordered(values) else values[_pick(trial, name, values)]
-    )
-
-
-def _pick(trial: Any, name: str, values: list[Value]) -> int:  # noqa: ANN401
-    place: int = trial.suggest_categorical(name, list(range(len(values))))
-    return place
-
-
-def _ordered(values: list[Value]) -> bool:
-    return all(isinstance(value, int | float) and not isinstance(value, bool) for value in values)
+    if all(isinstance(value, int | float) and not isinstance(value, bool) for value in values):
+        return values[trial.suggest_int(name, 0, len(values) - 1)]
+    return values[trial.suggest_categorical(name, list(range(len(values))))]
 
 
 def _point(params: dict[str, int], values: dict[str, list[Value]]) -> dict[str, Value]:

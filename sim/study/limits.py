@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from msgspec import Struct
 
+from sim.cost.changed_profile import also_changed
 from sim.errors import UserError
 from sim.options.scenario import Scenario
 from sim.run.prepare import Setup
@@ -66,7 +67,7 @@ def gains_of(tried: Sequence[Change], at_first: Reached, changed: Sequence[Reach
 
 def faster(options: Mapping[str, Any], factor: float) -> dict[str, Any]:
     """The option by which the GPU is that much faster."""
-    return _profile(options, f"gpu_speed={factor!r}")
+    return {"profile": also_changed(options.get("profile"), f"gpu_speed={factor!r}")}
 
 
 def changes(options: Mapping[str, Any]) -> list[Change]:
@@ -88,7 +89,8 @@ def changes(options: Mapping[str, Any]) -> list[Change]:
         Change(COMPUTE, "limit", faster(options, MORE), MORE),
     ]
     if pcie := _pcie(setup):
-        found.insert(-1, Change("PCIe", "limit", _profile(options, f"pcie_bytes_per_s={MORE * pcie!r}")))
+        profile = also_changed(options.get("profile"), f"pcie_bytes_per_s={MORE * pcie!r}")
+        found.insert(-1, Change("PCIe", "limit", {"profile": profile}))
     if setup.scenario.link_gbps is not None:
         found.append(Change("link", "limit", {"link_gbps": MORE * setup.scenario.link_gbps}))
     if has_memory:
@@ -122,11 +124,6 @@ def _pcie(setup: Setup) -> float:
     linear = setup.profile.linear
     # A linear profile has seconds a block, which no rate stands for.
     return setup.profile.value("h2d_bytes_per_s") if linear is None else 0.0
-
-
-def _profile(options: Mapping[str, Any], change: str) -> dict[str, Any]:
-    base = options.get("profile") or ""
-    return {"profile": f"{base},{change}" if "=" in base else f"{base}:{change}"}
 
 
 def bound_by(gains: Sequence[Gain]) -> str | None:

@@ -20,7 +20,7 @@ from sim.options.values import convert, flag
 from sim.parts.options import refuse_idle
 from sim.specs.hardware import load_hardware
 from sim.study.deployments import Deployment, Layouts, Space
-from sim.study.draws import OF_TRAFFIC, OF_WORKLOADS, Draws, draws
+from sim.study.draws import TRAFFIC, Draws, draws
 from sim.study.intervals import apart, of_another_draw
 from sim.study.limits import FP8_KV, SPEED_ERRORS, Gain, bound_by, changes, faster, gains_of
 from sim.study.points import setup_of
@@ -272,7 +272,7 @@ class _Planner:
         self.ground = Ground(
             lambda span_s, load: found.head(asked.seeds, span_s, load), asked.slos, self.store, means, self.work
         )
-        engine = {name: v for name, v in asked.fixed.items() if name not in (*OF_TRAFFIC, *OF_WORKLOADS, "seed")}
+        engine = {name: value for name, value in asked.fixed.items() if name not in TRAFFIC}
         self.spaces = {
             gpu: Space(
                 engine, gpu, asked.policies, asked.layouts,

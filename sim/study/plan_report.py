@@ -35,7 +35,7 @@ def lines(planned: Planned) -> Iterator[str]:
     wanted = " and ".join(map(str, asked.slos))
     if answer is None or best is None:
         most = max(planned.sizes, key=lambda size: size.load, default=None)
-        yield f"No deployment on up to {asked.max_gpus} {_kinds(planned)} sustains this traffic with {wanted}."
+        yield f"No deployment on up to {asked.max_gpus} {' or '.join(asked.gpus)} sustains this traffic with {wanted}."
         if most is not None and most.load > 0:
             first = most.held[0].deployment if most.held else most.raced[0].deployment
             yield f"The most is {most.load:.2f} times the traffic: {first.name} ({most.num_gpus} {most.gpu})."
@@ -171,10 +171,6 @@ def _refused(planned: Planned) -> Iterator[str]:
         yield f"Not tried ({shown}): {reason}"
 
 
-def _kinds(planned: Planned) -> str:
-    return " or ".join(planned.asked.gpus)
-
-
 def answer_options(planned: Planned) -> dict[str, Any]:
     """The options of a run of the answer on the first draw."""
     best = planned.best
@@ -286,7 +282,7 @@ def write(folder: Path, planned: Planned) -> None:
     with told_where(folder, "the runs are kept: make room and give the same command again"):
         (folder / MANIFEST).unlink(missing_ok=True)
         for name, content in files.items():
-            write_atomically(folder / name, lambda file, content=content: file.write(content))
+            write_atomically(folder / name, content)
 
 
 def simulate_answer(folder: Path, planned: Planned) -> None:

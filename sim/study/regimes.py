@@ -19,7 +19,7 @@ from msgspec import Struct
 
 from sim.errors import UserError
 from sim.files import write_atomically
-from sim.results.figures.style import FAINT, INK, new_figure, plain_text, policy_colour, save_figure, set_title
+from sim.results.figures.style import FAINT, INK, new_figure, pale, plain_text, policy_colour, save_figure, set_title
 from sim.results.report import METRICS
 from sim.study.axes import Study, read_study
 from sim.study.figures import shown, with_unit
@@ -166,8 +166,7 @@ def _colour(cell: Cell, policies: Sequence[str]) -> tuple[float, float, float]:
     if cell.winner == NO_POLICY:
         return to_rgb("#EEEEEE")
     share = 0.25 + 0.6 * min(1.0, (cell.ratio - 1.0) / (MUCH - 1.0))
-    red, green, blue = (1.0 - share * (1.0 - c) for c in to_rgb(policy_colour(policies.index(cell.winner))))
-    return red, green, blue
+    return pale(policy_colour(policies.index(cell.winner)), share)
 
 
 def _order(value: Any) -> tuple[bool, Any]:  # noqa: ANN401 - numbers before words
@@ -188,8 +187,7 @@ def write(folder: Path, regimes: Regimes, means: Frame) -> dict[tuple[object, ..
         dict(zip(names, place, strict=True)) | {"winner": cell.winner or None, "ratio": cell.ratio} | cell.values
         for place, cell in found.items()
     ]
-    table = pd.DataFrame(rows).to_csv(index=False).encode()
     with told_where(folder, "the runs are kept: make room and give the same command again"):
-        write_atomically(folder / "map.csv", lambda file: file.write(table))
+        write_atomically(folder / "map.csv", pd.DataFrame(rows).to_csv(index=False).encode())
         save_figure(folder / "map.png", draw(regimes, found))
     return found

@@ -7,10 +7,8 @@ from typing import Any, NamedTuple
 from msgspec import Struct
 
 from sim.cost.engine_profile import OF_POLICY
-from sim.errors import UserError
-from sim.study.points import Outcome, key_of, setup_of
 from sim.study.setup_files import Claim, PaperSetup, value_of
-from sim.study.sweep import Means, Place, Store, num_gpus, perform_missing
+from sim.study.sweep import Means, Store, perform_missing, place_of
 
 REPRODUCED, PARTLY, NOT = "reproduced", "partly", "not"
 NEAR = 1.5
@@ -20,8 +18,6 @@ LEAST_SHARE = 0.05
 MOST_QUEUE_MS = 2000.0
 """Median queueing of a rate that an engine can bear (Sarathi-Serve)."""
 Point = tuple[str, float | int | None, str]
-
-
 Results = Mapping[Point, Mapping[str, Any]]
 
 
@@ -48,32 +44,21 @@ class Row(NamedTuple):
 def run_setups(setups: Iterable[PaperSetup], folder: Path, means: Means, begin: Any = None) -> list[Found]:  # noqa: ANN401
     """Perform what is not kept in `folder` yet."""
     store = Store(folder)
-    planned = [(setup, [_planned(*point, of_time) for of_time in (True, False) for point in setup.points()])
-               for setup in setups]  # fmt: skip
-    perform_missing([place for _, places in planned for *_, place in places], store, means, begin)
-    found = []
-    for setup, places in planned:
-        one = Found(setup, {}, {}, {})
-        for of_time, point, place in places:
-            outcome = store.get(place.outcome.key) or place.outcome
-            if outcome.result is not None:
-                (one.results if of_time else one.todays)[point] = outcome.result
-            else:
-                one.errors[point] = outcome.error or "not run"
-        found.append(one)
+    found = [Found(setup, {}, {}, {}) for setup in setups]
+    planned = [
+        (one, results, (case, x, label), place_of({**options, **engine}, {}))
+        for one in found
+        for results, engine in ((one.results, {"engine_profile": OF_POLICY}), (one.todays, {}))
+        for case, x, label, options in one.setup.points()
+    ]
+    perform_missing([place for *_, place in planned], store, means, begin)
+    for one, results, point, place in planned:
+        outcome = store.outcome_of(place)
+        if outcome.result is not None:
+            results[point] = outcome.result
+        else:
+            one.errors[point] = outcome.error or "not run"
     return found
-
-
-def _planned(
-    case: str, x: float | None, label: str, options: dict[str, Any], of_time: bool
-) -> tuple[bool, Point, Place]:
-    if of_time:
-        options = {**options, "engine_profile": OF_POLICY}
-    try:
-        setup = setup_of(options)
-        return of_time, (case, x, label), Place({}, 0, options, Outcome(key_of(setup)), num_gpus(setup))
-    except UserError as error:
-        return of_time, (case, x, label), Place({}, 0, options, Outcome("", error=str(error)))
 
 
 # -- claims ------------------------------------------------------------------------------------------------------------

@@ -239,8 +239,7 @@ def runs(
             p if p.outcome.error else replace(p, outcome=Outcome(f"{p.outcome.key}-until-{mark}")) for p in planned
         ]
     perform_missing(planned, store, means, begin, bounds)
-    outcomes = (p.outcome if p.outcome.error else store.get(p.outcome.key) or p.outcome for p in planned)
-    return [Ran(p.options, p.num_gpus, outcome) for p, outcome in zip(planned, outcomes, strict=True)]
+    return [Ran(place.options, place.num_gpus, store.outcome_of(place)) for place in planned]
 
 
 def _step(

@@ -65,17 +65,19 @@ class Store:
         """What is kept under a key; None where nothing is."""
         try:
             return msgspec.json.decode((self.folder / f"{key}.json").read_bytes(), type=Outcome)
-        except FileNotFoundError:
-            return None
         except (OSError, msgspec.MsgspecError):
-            # Another program's file, or a disk's fault: the run is made again.
+            # Nothing is kept, or another program's file, or a disk's fault: the run is made again.
             return None
+
+    def outcome_of(self, place: Place) -> Outcome:
+        """How a run ended; of one that was refused or not made as it was planned."""
+        return place.outcome if place.outcome.error else self.get(place.outcome.key) or place.outcome
 
     def put(self, outcome: Outcome) -> None:
         """Keep an outcome. UserError where the disk refuses."""
         content = msgspec.json.encode(outcome)
         with told_where(self.folder, "what is finished is kept: make room and give the same command again"):
-            write_atomically(self.folder / f"{outcome.key}.json", lambda file: file.write(content))
+            write_atomically(self.folder / f"{outcome.key}.json", content)
 
 
 @contextmanager
@@ -110,23 +112,17 @@ def run_study(study: Study, folder: Path, means: Means, begin: Callable[[int], T
     versions = {"kvtwin": VERSION, "code_sha256": code_hash()}
     text = json.dumps(asked | {"points": len(points), "versions": versions}, indent=1).encode() + b"\n"
     with told_where(folder, "name another folder"):
-        write_atomically(folder / STUDY_FILE, lambda file: file.write(text))
+        write_atomically(folder / STUDY_FILE, text)
 
     planned = [
-        place_of(dict(options_at(study, point, repeat)), point, repeat)
-        for point in points
-        for repeat in range(study.repeats)
+        place_of(options_at(study, point, repeat), point, repeat) for point in points for repeat in range(study.repeats)
     ]
     refused = {place.outcome.error for place in planned if place.outcome.error is not None}
     if len(refused) == 1 and all(place.outcome.error is not None for place in planned):
         raise UserError(f"{study.where}: every point is refused: {refused.pop()}")
     refuse_idle(one for place in planned for one in place.conditional)
     perform_missing(planned, store, means, begin)
-    done: list[Place] = []
-    for place in planned:
-        outcome = place.outcome if place.outcome.error else store.get(place.outcome.key)
-        done.append(msgspec.structs.replace(place, outcome=outcome or place.outcome))
-    return done
+    return [msgspec.structs.replace(place, outcome=store.outcome_of(place)) for place in planned]
 
 
 def perform_missing(

@@ -28,13 +28,12 @@ def tidy(study: Study, places: Sequence[Place]) -> Frame:
     """A row for each run: its axes' values, seed, GPUs, every number of result.json, and why it failed if it did."""
     rows = []
     for place in places:
-        axes = {name: _plain(place.point[name]) for name in study.axes}
+        axes = {name: plain(place.point[name]) for name in study.axes}
         beside = {"seed": place.options.get("seed", 0), "num_gpus": place.num_gpus, "error": place.outcome.error}
         rows.append({**numbers(place), **beside, "key": place.outcome.key, **axes})
     found = pd.DataFrame(rows)
-    metrics = [name for name in found.columns if name not in (*study.axes, *BESIDE)]
     first = [*study.axes, *(name for name in BESIDE[:2] if name not in study.axes)]
-    return found[[*first, *metrics, *BESIDE[2:]]]
+    return found[[*first, *metrics_of(study, found), *BESIDE[2:]]]
 
 
 def numbers(place: Place) -> dict[str, float | None]:
@@ -42,18 +41,19 @@ def numbers(place: Place) -> dict[str, float | None]:
     result = place.outcome.result
     if result is None:
         return {}
-    found: dict[str, float | None] = {}
-    for name, value in result.items():
-        if name == "request_rate" or not (value is None or isinstance(value, int | float)) or isinstance(value, bool):
-            continue
-        found[name] = value
+    found: dict[str, float | None] = {
+        name: value
+        for name, value in result.items()
+        if name != "request_rate" and isinstance(value, int | float | None) and not isinstance(value, bool)
+    }
     makespan_s = result["makespan_s"]
     for name, lane in LANES.items():
         found[name] = min(1.0, result["lanes"][lane]["busy_s"] / makespan_s) if makespan_s else None
     return found
 
 
-def _plain(value: object) -> object:
+def plain(value: object) -> object:
+    """A point's value as a cell of a table."""
     return " ".join(value) if isinstance(value, tuple) else value
 
 
@@ -102,7 +102,7 @@ def summary(study: Study, places: Sequence[Place]) -> list[dict[str, Any]]:
             continue
         scenario = result["scenario"]
         stages = scenario.get("pipeline_parallel_size", 1)
-        row = {name: _plain(value) for name, value in place.point.items()}
+        row = {name: plain(value) for name, value in place.point.items()}
         row |= {name: value for name, value in result.items() if not isinstance(value, dict | list)}
         row |= {
             "policy": result["policy"],
@@ -130,7 +130,7 @@ def write_tables(folder: Path, study: Study, places: Sequence[Place], kind: str)
         for name, frame in zip(TABLES, (table, means(study, table)), strict=True):
             _write(folder / f"{name}.{kind}", frame)
         text = json.dumps(summary(study, places), indent=1).encode() + b"\n"
-        write_atomically(folder / SUMMARY_FILE, lambda file: file.write(text))
+        write_atomically(folder / SUMMARY_FILE, text)
     return table
 
 
@@ -138,4 +138,4 @@ def _write(path: Path, frame: Frame) -> None:
     if path.suffix == ".parquet":
         write_atomically(path, lambda file: frame.to_parquet(file, index=False))
     else:
-        write_atomically(path, lambda file: file.write(frame.to_csv(index=False).encode()))
+        write_atomically(path, frame.to_csv(index=False).encode())

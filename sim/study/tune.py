@@ -18,21 +18,11 @@ from msgspec.structs import replace
 from sim.errors import UserError
 from sim.parts.options import refuse_idle
 from sim.study.axes import MOST_RUNS, Study, Value, options_at, read_study
-from sim.study.draws import OF_TRAFFIC, OF_WORKLOADS, Like, like_traffic
+from sim.study.draws import TRAFFIC, Like, like_traffic
 from sim.study.intervals import apart, geometric_mean, of_another_draw
 from sim.study.limits import SPEED_ERRORS, Gain, bound_by, changes, faster, gains_of
 from sim.study.points import setup_of
-from sim.study.search import (
-    DEFAULT_SLO,
-    PRECISION,
-    Ran,
-    Reached,
-    Search,
-    Slo,
-    answers,
-    check_slos,
-    most_load,
-)
+from sim.study.search import DEFAULT_SLO, PRECISION, Ran, Reached, Search, Slo, answers, check_slos, most_load
 from sim.study.sweep import Means, Store, Told, place_of
 
 Goal = Literal["load", "goodput"]
@@ -253,14 +243,14 @@ class _Tuner:
 
     def _like(self, point: Mapping[str, Value]) -> Like:
         options = self._options(point)
-        traffic = {name: options[name] for name in (*OF_TRAFFIC, *OF_WORKLOADS, "seed") if name in options}
+        traffic = {name: value for name, value in options.items() if name in TRAFFIC}
         if (key := repr(traffic)) not in self._traffics:
             self._traffics[key] = like_traffic(traffic, self.asked.draws, self.folder)
         return self._traffics[key]
 
     def _options(self, point: Mapping[str, Value]) -> dict[str, Any]:
         """Of a candidate's run on the traffic as it is."""
-        return dict(options_at(self.asked.study, point, 0))
+        return options_at(self.asked.study, point, 0)
 
     def _search(self, options: dict[str, Any], start: float = 1.0, step: float = 2.0) -> Search[Reached]:
         """How much load a deployment sustains, or its goodput where that is the goal."""
@@ -303,8 +293,7 @@ def _goodput(options: dict[str, Any]) -> Search[Reached]:
 
 def _on(traffic: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
     """A run's options on another traffic."""
-    own = {name: value for name, value in options.items() if name not in (*OF_TRAFFIC, *OF_WORKLOADS, "seed")}
-    return {**own, **traffic}
+    return {**{name: value for name, value in options.items() if name not in TRAFFIC}, **traffic}
 
 
 def _value(asked: Asked, reached: Reached) -> float | None:

@@ -22,7 +22,7 @@ from sim.study.intervals import CONFIDENCE, geometric_mean, of_another_draw
 from sim.study.limits import BINDS, MORE, Gain
 from sim.study.search import PRECISION
 from sim.study.sweep import engines_of_runs_differ, told_where
-from sim.study.tables import Frame
+from sim.study.tables import Frame, plain
 from sim.study.tune import Candidate, Tuned
 
 FRONT = ("p99_ttft_ms", "p99_tpot_ms", "output_throughput_per_gpu")
@@ -56,14 +56,14 @@ def _policy(tuned: Tuned, candidate: Candidate) -> str:
 
 
 def _words(point: Mapping[str, Any]) -> list[str]:
-    return [f"{name.replace('_', '-')} {_plain(value)}" for name, value in point.items() if name != "policy"]
+    return [f"{name.replace('_', '-')} {plain(value)}" for name, value in point.items() if name != "policy"]
 
 
 def candidates_table(tuned: Tuned) -> Frame:
     """A row for each candidate, the best first: axes, `value`, what the run that shows it measured, `pareto`."""
     rows = []
     for candidate in tuned.candidates:
-        row: dict[str, Any] = {name: _plain(value) for name, value in candidate.point.items()}
+        row: dict[str, Any] = {name: plain(value) for name, value in candidate.point.items()}
         row |= {"value": candidate.value, "unit": UNITS[tuned.goal], "error": candidate.refusal}
         ran = candidate.ran
         if ran is not None and ran.result is not None:
@@ -78,10 +78,6 @@ def candidates_table(tuned: Tuned) -> Frame:
     if FRONT[2] in found:
         found["pareto"] = on_front(np.asarray(found[list(FRONT)], dtype=float) * np.array([1.0, 1.0, -1.0]))
     return found
-
-
-def _plain(value: object) -> object:
-    return " ".join(value) if isinstance(value, tuple) else value
 
 
 def on_front(values: np.ndarray) -> np.ndarray:
@@ -235,9 +231,8 @@ def _over_draws(tuned: Tuned, best: Candidate) -> str:
     """What like traffic would say, in words."""
     count = len(best.values)
     if count == 1:
-        return (
-            f"one draw of the traffic was tried ({tuned.alone or 'more were not to be had'}), so no interval is known"
-        )
+        why = tuned.alone or "more were not to be had"
+        return f"one draw of the traffic was tried ({why}), so no interval is known"
     of_draws = f"of like traffic with {100 * CONFIDENCE:.0f} %, by {count} draws"
     if tuned.goal == "goodput":
         low, high = best.interval
@@ -272,7 +267,7 @@ def write(folder: Path, tuned: Tuned) -> None:
     }
     with told_where(folder, "the runs are kept: make room and give the same command again"):
         for name, text in texts.items():
-            write_atomically(folder / name, lambda file, text=text: file.write(text))
+            write_atomically(folder / name, text)
         save_figure(folder / "tune.png", draw(tuned))
 
 
