@@ -218,7 +218,8 @@ def figure_run(place: int, number: int, label: str) -> FigureRun:
     total = result.scenario.num_gpu_blocks * words.choice((1, 1, 2))
     engines = tuple(series_of(rng, total, span_s) for _ in range(words.choice((1, 1, 1, 2, 3))))
     several = engines if len(engines) > 1 else ()
-    series = None if words.random() < 0.15 else together(engines)
+    series = together(engines)
+    series = None if words.random() < 0.15 or not series["time_s"].size else series
     result = structs.replace(result, makespan_s=words.choice((0.0, span_s, span_s * 1.1)))
     run = FigureRun(label, result, series, queue_s + own_s, tpot_s, queue_s, arrival_s, several)
     return replace(run, arrival_s=None) if words.random() < 0.1 else run

@@ -4,6 +4,7 @@ import warnings
 from dataclasses import replace
 
 import numpy as np
+import pandas as pd
 import pytest
 from matplotlib.image import imread
 from small_results import lanes, scenario, small_result
@@ -79,9 +80,15 @@ def test_two_runs_give_four_pictures_of_the_right_size(tmp_path):
         assert len(np.unique(picture[..., 0])) > 20
 
 
+ONE_REQUEST = pd.DataFrame(
+    {
+        "status": ["completed"], "output_tokens": [9], "arrival_s": [0.0], "queue_s": [0.1], "ttft_s": [0.5],
+        "tpot_s": [0.1],
+    }
+)  # fmt: skip
 DEGENERATE = {
     "no completed request": [figure_run()],
-    "empty series": [figure_run(ttft_s=[0.5], tpot_s=[0.1], queue_s=[0.1], arrival_s=[0.0], series=series_of(0))],
+    "empty series": [FigureRun.of_tables(result_of([0.5], [0.1]), ONE_REQUEST, pd.DataFrame(series_of(0)))],
     "all zero": [
         figure_run(
             ttft_s=[0.0] * 3, tpot_s=[0.0] * 3, queue_s=[0.0] * 3, arrival_s=[0.0] * 3, makespan_s=0.0,

@@ -28,32 +28,28 @@ class FigureRun:
     label: str
     result: Result
     series: dict[str, Floats] | None
+    """Its time series, of several engines together; None where it kept none, or no sample."""
     ttft_s: Floats
     tpot_s: Floats
     queue_s: Floats
     arrival_s: Floats | None = None
     engines: tuple[dict[str, Floats], ...] = ()
-    """The time series of each of several engines; `series` is theirs together."""
+    """The time series of each of several engines."""
 
     @staticmethod
     def of(run: "Run", result: Result) -> "FigureRun":
         """Copy the arrays out of a run that has ended."""
         log, kept = run.log, run.log.requests
-        label = result.policy
-        engines = tuple(
+        engines = [
             {name: _floats(column) for name, column in parts.series.columns.items()}
             for parts in run.engines
             if parts.series is not None
-        )
-        series = together(engines) if engines else None
-        engines = engines if len(engines) > 1 else ()
+        ]
         if kept is None:
-            distributions = (_floats(values) for values in (log.ttft_s, log.tpot_s, log.queue_s))
-            return FigureRun(label, result, series, *distributions, engines=engines)
+            return FigureRun._of(result, engines, _floats(log.ttft_s), _floats(log.tpot_s), _floats(log.queue_s), None)
         times = [(row.ttft_s, row.queue_s, row.arrival_s) for row in kept if not row.error]
         ttft_s, queue_s, arrival_s = np.array(times, dtype=np.float64).reshape(-1, 3).T
-        tpot_s = _floats(log.tpot_s)
-        return FigureRun(label, result, series, ttft_s, tpot_s, queue_s, arrival_s, engines)
+        return FigureRun._of(result, engines, ttft_s, _floats(log.tpot_s), queue_s, arrival_s)
 
     @staticmethod
     def of_tables(result: Result, requests: "pd.DataFrame", series: "pd.DataFrame") -> "FigureRun":
@@ -63,10 +59,17 @@ class FigureRun:
         ttft_s, queue_s, arrival_s, tpot_s = (_floats(done[name]) for name in names)
         tpot_s = tpot_s[np.asarray(done["output_tokens"]) > 1]
         parts = [part for _, part in series.groupby("engine")] if "engine" in series else [series] * (not series.empty)
-        engines = tuple({name: _floats(part[name]) for name in part.columns if name != "engine"} for part in parts)
-        whole = together(engines) if engines else None
-        engines = engines if len(engines) > 1 else ()
-        return FigureRun(result.policy, result, whole, ttft_s, tpot_s, queue_s, arrival_s, engines)
+        engines = [{name: _floats(part[name]) for name in part.columns if name != "engine"} for part in parts]
+        return FigureRun._of(result, engines, ttft_s, tpot_s, queue_s, arrival_s)
+
+    @staticmethod
+    def _of(
+        result: Result, engines: list[dict[str, Floats]], ttft_s: Floats, tpot_s: Floats, queue_s: Floats,
+        arrival_s: Floats | None,
+    ) -> "FigureRun":  # fmt: skip
+        series = together(engines) if any(engine["time_s"].size for engine in engines) else None
+        several = tuple(engines) if len(engines) > 1 else ()
+        return FigureRun(result.policy, result, series, ttft_s, tpot_s, queue_s, arrival_s, several)
 
 
 def _floats(values: ArrayLike) -> Floats:
@@ -113,19 +116,12 @@ def waiting(run: FigureRun) -> tuple[Floats, Floats] | None:
         changes = np.repeat((1.0, -1.0), run.arrival_s.size)
         at_s, which = np.unique(times_s, return_inverse=True)
         return at_s, np.cumsum(np.bincount(which, weights=changes), dtype=np.float64)
-    if run.series is None or not has_series(run):
-        return None
-    return run.series["time_s"], run.series["num_waiting"]
+    return None if run.series is None else (run.series["time_s"], run.series["num_waiting"])
 
 
 def spread(size: int, most: int) -> NDArray[np.intp]:
     """Places of at most `most` of so many values, evenly from the first to the last."""
     return np.unique(np.linspace(0, size - 1, min(size, most)).astype(int))
-
-
-def has_series(run: FigureRun) -> bool:
-    """Whether the run kept a time series with samples in it."""
-    return run.series is not None and run.series["time_s"].size > 0
 
 
 def time_unit(span_s: float) -> tuple[float, str]:
@@ -137,7 +133,7 @@ def time_unit(span_s: float) -> tuple[float, str]:
 
 def clock(runs: Sequence[FigureRun]) -> tuple[float, str, float]:
     """Unit of time in s, its name, and the last moment of any run in that unit."""
-    ends = [float(run.series["time_s"][-1]) for run in runs if has_series(run) and run.series is not None]
+    ends = [float(run.series["time_s"][-1]) for run in runs if run.series is not None]
     ends += [run.result.makespan_s for run in runs]
     end_s = max(ends, default=0.0)
     unit_s, name = time_unit(end_s)

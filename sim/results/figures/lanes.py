@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from matplotlib.figure import Figure
 
-from sim.results.figures.data import FigureRun, Floats, clock, has_series
+from sim.results.figures.data import FigureRun, Floats, clock
 from sim.results.figures.style import (
     dress,
     folded_label,
@@ -45,7 +45,7 @@ def draw_lanes(runs: Sequence[FigureRun]) -> Figure:
             if not i:
                 unused = f" (never used: {', '.join(never)})" if never and not column else ""
                 set_title(ax, title + unused, 44 * len(LANES) // len(drawn))
-            if run.series is None or not has_series(run):
+            if run.series is None:
                 show_nothing(ax, "no time series was kept")
                 continue
             busy = busy_shares(run, run.series, name, title, edges)
@@ -59,31 +59,22 @@ def draw_lanes(runs: Sequence[FigureRun]) -> Figure:
         axes[0, column].set_xlim(0.0, end)
     for i, run in enumerate(runs):
         axes[i, -1].yaxis.set_label_position("right")
-        axes[i, -1].set_ylabel(
-            folded_label(run.label, 27),
-            fontsize=7.5,
-            fontweight="bold",
-            color=policy_colour(i),
-            rotation=270,
-            va="bottom",
-        )
+        look = {"fontsize": 7.5, "fontweight": "bold", "color": policy_colour(i), "rotation": 270, "va": "bottom"}
+        axes[i, -1].set_ylabel(folded_label(run.label, 27), **look)
     return figure
 
 
 def _use(total_s: float, makespan_s: float) -> str:
     if total_s <= 0.0:
         return "never used"
-    return (
-        f"busy {percent_text(min(1.0, total_s / makespan_s))} of the time"
-        if makespan_s > 0.0
-        else f"busy {total_s:.3g} s"
-    )
+    share = f"{percent_text(min(1.0, total_s / makespan_s))} of the time" if makespan_s > 0.0 else f"{total_s:.3g} s"
+    return f"busy {share}"
 
 
 def _lane_total(run: FigureRun, name: str, title: str) -> float:
     """Busy seconds over the whole run: the result's, or the last sample's."""
     told_s = run.result.lanes.by_name()[title].busy_s
-    return max(told_s, float(run.series[name][-1])) if has_series(run) and run.series is not None else told_s
+    return max(told_s, float(run.series[name][-1])) if run.series is not None else told_s
 
 
 def busy_shares(run: FigureRun, series: Mapping[str, Floats], name: str, title: str, edges_s: Floats) -> Floats:

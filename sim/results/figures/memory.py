@@ -8,7 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from sim.results.figures.data import FigureRun, Floats, clock, has_series, waiting
+from sim.results.figures.data import FigureRun, Floats, clock, waiting
 from sim.results.figures.style import (
     INK,
     dress,
@@ -55,13 +55,7 @@ def memory_panels(runs: Sequence[FigureRun]) -> list[Panel]:
     """What is shown of these runs, from top to bottom."""
     panels = [
         Panel("GPU KV blocks in use: mean", "% of the pool", lambda v: f"{v:.0f}\xa0%", _timed(runs, _gpu_share)),
-        Panel(
-            "KV kept in host memory: peak",
-            "GiB",
-            lambda v: f"{v:.3g}\xa0GiB",
-            _timed(runs, host_in_use_gib),
-            always=False,
-        ),
+        Panel("KV kept in host memory: peak", "GiB", lambda v: f"{v:.3g}\xa0GiB", _timed(runs, host_in_use_gib), False),
     ]
     decoding, swapped = (_timed(runs, _column(name)) for name in ("num_decoding", "num_swapped"))
     for title, steps, always in (
@@ -80,11 +74,11 @@ def _timed(runs: Sequence[FigureRun], of: Callable[[FigureRun], Floats | None]) 
 
 
 def _column(name: str) -> Callable[[FigureRun], Floats | None]:
-    return lambda run: run.series[name] if run.series is not None and has_series(run) else None
+    return lambda run: None if run.series is None else run.series[name]
 
 
 def _gpu_share(run: FigureRun) -> Floats | None:
-    if run.series is None or not has_series(run):
+    if run.series is None:
         return None
     free = run.series["gpu_free_blocks"]
     total = free + run.series["gpu_allocated_blocks"] - run.series["gpu_released_blocks"]
@@ -97,7 +91,7 @@ def host_in_use_gib(run: FigureRun) -> Floats | None:
     A pool unit is a block of one layer group; the GPU pool's size in units over its size in whole blocks gives the
     groups of a block, which both tiers share.
     """
-    if run.series is None or not has_series(run):
+    if run.series is None:
         return None
     series, scenario = run.series, run.result.scenario
     gpu_units = series["gpu_free_blocks"][0] + series["gpu_allocated_blocks"][0] - series["gpu_released_blocks"][0]
@@ -114,14 +108,8 @@ def _over_time(ax: Axes, runs: Sequence[FigureRun], panel: Panel, unit_s: float,
     for i, run, time, values, last in step_functions(runs, panel, unit_s):
         x, mean, low, high = stretches(time, values, last, edges)
         ax.fill_between(x, low, high, color=policy_colour(i), alpha=0.18, lw=0, step="mid")
-        ax.plot(
-            x,
-            mean,
-            color=policy_colour(i),
-            lw=0.8 * policy_width(i),
-            drawstyle="steps-mid",
-            marker="" if x.size > 1 else "o",
-        )
+        look = {"color": policy_colour(i), "lw": 0.8 * policy_width(i), "marker": "" if x.size > 1 else "o"}
+        ax.plot(x, mean, drawstyle="steps-mid", **look)
         weights = np.diff(np.r_[time, last])
         whole = float(np.average(values, weights=weights)) if weights.sum() > 0.0 else float(values.mean())
         told.append((run.label, whole if panel.title.endswith("mean") else float(values.max())))

@@ -147,6 +147,11 @@ def seconds_text(value_s: float) -> str:
     return f"{value_s:.3g}\xa0s" if value_s < 999.5 else f"{value_s:,.0f}\xa0s"
 
 
+def time_text(value_s: float) -> str:
+    """A duration in a sentence, whose lines may be broken anywhere."""
+    return seconds_text(value_s).replace("\xa0", " ")
+
+
 def percent_text(value: float) -> str:
     """A share as a percentage; the sign does not part from its number."""
     return f"{value * 100 if abs(value) >= LEAST_SHARE else 0.0:.3g}\xa0%"

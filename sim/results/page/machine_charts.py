@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 from msgspec import UNSET
 
-from sim.results.figures.data import FigureRun, clock, has_series
+from sim.results.figures.data import FigureRun, clock
 from sim.results.figures.lanes import LANES, busy_shares
 from sim.results.figures.memory import memory_panels, step_functions, stretches
 from sim.results.figures.style import percent_text
@@ -15,7 +15,7 @@ from sim.results.report import NONE
 
 def memory(runs: Sequence[FigureRun]) -> list[Chart]:
     """The panels of the memory figure, each a chart."""
-    if not any(has_series(run) for run in runs):
+    if all(run.series is None for run in runs):
         return []
     unit_s, unit, end = clock(runs)
     edges = np.linspace(0.0, end, TIME_BINS + 1)
@@ -40,7 +40,7 @@ def memory(runs: Sequence[FigureRun]) -> list[Chart]:
 
 def lanes(runs: Sequence[FigureRun]) -> Chart | None:
     """How busy the GPU and each direction of PCIe are; None without time series."""
-    shown = [(i, run, run.series) for i, run in enumerate(runs) if run.series is not None and has_series(run)]
+    shown = [(i, run, run.series) for i, run in enumerate(runs) if run.series is not None]
     if not shown:
         return None
     unit_s, unit, end = clock(runs)

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from msgspec import UNSET
 
-from sim.results.figures.data import FigureRun, Floats, clock, has_series
+from sim.results.figures.data import FigureRun, Floats, clock
 from sim.results.figures.style import percent_text, seconds_text
 from sim.results.page.chart import TIME_BINS, Chart, Json, over_time, rounded
 from sim.results.report import LATENCY_PARTS
@@ -70,8 +70,7 @@ def _folded(label: str) -> str:
 
 def limits(runs: Sequence[FigureRun]) -> Chart | None:
     """Shares of the time in which each limit bound; None without time series."""
-    kept = [(run, run.series) for run in runs if run.series is not None and has_series(run)]
-    kept = [(run, series) for run, series in kept if "bound_memory_s" in series]
+    kept = [(run, run.series) for run in runs if run.series is not None and "bound_memory_s" in run.series]
     if not kept:
         return None
     shown = [run for run, _ in kept]
