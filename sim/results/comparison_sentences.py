@@ -16,13 +16,9 @@ WITHOUT_ENGINE = "prices without an engine"
 
 def sentences(results: Sequence[Result]) -> list[str]:
     """What the numbers say of each policy beside the first, a paragraph each."""
-    if len(results) < 2:
-        return []
-    paragraphs = []
-    for other, name in zip(results[1:], labels(results)[1:], strict=True):
-        found = list(_differences(results[0], other, labels(results)[0], name))
-        paragraphs.append(" ".join(found))
-    return paragraphs
+    names = labels(results)
+    others = zip(results[1:], names[1:], strict=True)
+    return [" ".join(_differences(results[0], other, names[0], name)) for other, name in others]
 
 
 def all_sentences(results: Sequence[Result], bounds: Bounds | None) -> list[str]:

@@ -3,6 +3,7 @@
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +11,12 @@ from msgspec import UNSET
 
 from sim.cost.host import TIE_S
 from sim.errors import UserError
-from sim.results.figures.style import seconds_text
+from sim.results.figures.style import time_text as _time
 from sim.results.metrics import EndedRequest
 from sim.results.result import RESULT_FILE, read_requests
 from sim.results.schema import Result
 from sim.results.time_use import LIMIT_NAMES
-from sim.results.timeline import ITERATIONS, TIMELINE_FILE, TraceEvent, read_timeline
+from sim.results.timeline import TIMELINE_FILE, TraceEvent, iterations_of, read_timeline, request_spans
 
 
 def explain(folder: Path, request_id: int) -> list[str]:
@@ -34,10 +35,8 @@ def explain(folder: Path, request_id: int) -> list[str]:
     told += _beside_others(result, found)
     timeline = folder / TIMELINE_FILE
     if not timeline.is_file():
-        return [
-            *told,
-            f"Why it waited is in {TIMELINE_FILE}, which this run did not keep: run it again with --timeline.",
-        ]
+        why = f"Why it waited is in {TIMELINE_FILE}, which this run did not keep: run it again with --timeline."
+        return [*told, why]
     try:
         return [*told, *_why(read_timeline(timeline), found, request_id)]
     except (KeyError, TypeError) as error:
@@ -71,7 +70,7 @@ def _why(events: Sequence[TraceEvent], found: EndedRequest, request_id: int) -> 
     if not steps:
         yield "The timeline does not say which request was admitted when: run it again with --timeline."
         return
-    spans = _spans(events, request_id)
+    spans = sorted((span[1:] for span in request_spans(events) if span[0] == request_id), key=itemgetter(1))
     # On the engine's clock, which has the front end's time not yet in it.
     scheduled_s = next((end_s for name, _, end_s in spans if name == "queue"), found.arrival_s + found.queue_s)
     yield from _queueing(steps, found, scheduled_s)
@@ -82,35 +81,38 @@ def _why(events: Sequence[TraceEvent], found: EndedRequest, request_id: int) -> 
         f"{_tokens(admission['args']['tokens'])} that took {_time(admission['dur'] / 1e6)}: {admission['args']['why']}."
     )
     for name, start_s, end_s in spans:
-        if name in ("queue", "prefill", "decode"):
-            continue
-        yield from _interruption(steps, name, start_s, end_s)
+        if name not in ("queue", "prefill", "decode"):
+            yield from _interruption(steps, name, start_s, end_s)
     yield from _decoding(steps, found, spans)
 
 
 def _steps(events: Sequence[TraceEvent], request_id: int) -> list[dict[str, Any]]:
     """The iterations of the engine that first admitted the request, in order."""
-    slices: list[dict[str, Any]] = [
-        event for event in events if event["ph"] == "X" and event["tid"] == ITERATIONS and "args" in event
-    ]
-    pid = next((step["pid"] for step in slices if request_id in step["args"]["admitted"]), 0)
-    return [step for step in slices if step["pid"] == pid]
+    engines = iterations_of(events).values()
+    return next((own for own in engines if any(request_id in step["args"]["admitted"] for step in own)), [])
+
+
+def _overlaps(
+    steps: Sequence[dict[str, Any]], begin_s: float, end_s: float
+) -> Iterator[tuple[dict[str, Any], float, float]]:
+    """What is told of the iterations within a span of time, their begins, and how long of each lies there, s."""
+    for step in steps:
+        start_s = step["ts"] / 1e6
+        seconds = min(end_s, (step["ts"] + step["dur"]) / 1e6) - max(begin_s, start_s)
+        if seconds > 0.0:
+            yield step["args"], start_s, seconds
 
 
 def _queueing(steps: Sequence[dict[str, Any]], found: EndedRequest, scheduled_s: float) -> Iterator[str]:
     bound_s: dict[str, float] = defaultdict(float)
     ahead = 0
-    for step in steps:
-        start_s, end_s = step["ts"] / 1e6, (step["ts"] + step["dur"]) / 1e6
-        overlap_s = min(end_s, scheduled_s) - max(start_s, found.arrival_s)
-        if overlap_s <= 0.0:
-            continue
+    for told, start_s, overlap_s in _overlaps(steps, found.arrival_s, scheduled_s):
         if start_s < found.arrival_s - TIE_S:
             # Decided before it came: it waits for the iteration's end.
             bound_s["under way"] += overlap_s
-            ahead = step["args"]["waiting"]
+            ahead = told["waiting"]
         else:
-            bound_s[step["args"]["limit"]] += overlap_s
+            bound_s[told["limit"]] += overlap_s
     if not bound_s:
         yield "It was scheduled as it came."
         return
@@ -130,21 +132,6 @@ def _queueing(steps: Sequence[dict[str, Any]], found: EndedRequest, scheduled_s:
         yield f"{_time(front_s)} passed between client and engine (HTTP, tokenisation)."
 
 
-def _spans(events: Sequence[TraceEvent], request_id: int) -> list[tuple[str, float, float]]:
-    """The request's phases as (name, begin, end), s, in order of their begins."""
-    begins: dict[str, float] = {}
-    found = []
-    for event in events:
-        if event.get("cat") != "request" or event.get("id") != request_id or event["ph"] not in ("b", "e"):
-            continue
-        name, time_s = str(event["name"]), float(str(event["ts"])) / 1e6
-        if event["ph"] == "b":
-            begins[name] = time_s
-        else:
-            found.append((name, begins.pop(name), time_s))
-    return sorted(found, key=lambda span: span[1])
-
-
 AWAY = {
     "preempted": "lost its KV and waited to be computed again",
     "swapped out": "was swapped out to the host",
@@ -159,10 +146,8 @@ def _interruption(steps: Sequence[dict[str, Any]], name: str, start_s: float, en
     if end_s <= start_s:
         return
     bound_s: dict[str, float] = defaultdict(float)
-    for step in steps:
-        overlap_s = min(end_s, (step["ts"] + step["dur"]) / 1e6) - max(start_s, step["ts"] / 1e6)
-        if overlap_s > 0.0:
-            bound_s[step["args"]["limit"]] += overlap_s
+    for told, _, overlap_s in _overlaps(steps, start_s, end_s):
+        bound_s[told["limit"]] += overlap_s
     limit = max(bound_s, key=lambda name: bound_s[name], default="none")
     is_kept = limit in LIMIT_NAMES and name not in ("recompute", "tool")
     cause = f", while this was short: {LIMIT_NAMES[limit]}" if is_kept else ""
@@ -176,22 +161,15 @@ def _decoding(
     if decode is None or found.output_tokens < 2:
         return
     batch = weight = others_s = 0.0
-    for step in steps:
-        overlap_s = min(decode[1], (step["ts"] + step["dur"]) / 1e6) - max(decode[0], step["ts"] / 1e6)
-        if overlap_s <= 0.0:
-            continue
-        batch += step["args"]["decodes"] * overlap_s
+    for told, _, overlap_s in _overlaps(steps, *decode):
+        batch += told["decodes"] * overlap_s
         weight += overlap_s
-        others_s += overlap_s if not step["args"]["decodes"] else 0.0
+        others_s += overlap_s if not told["decodes"] else 0.0
     tpot_s = (found.e2el_s - found.ttft_s) / (found.output_tokens - 1)
     stalled = f"; {_time(others_s)} went to prefills of others, during which nothing decoded" if others_s else ""
     mean = f"{batch / weight:.0f}" if weight else ""
     size = f", with {mean} request{'s' * (mean != '1')} decoding at a time" if mean else ""
     yield f"Its tokens came {_time(tpot_s)} apart{size}{stalled}."
-
-
-def _time(seconds: float) -> str:
-    return seconds_text(seconds).replace("\xa0", " ")
 
 
 def _moment(seconds: float) -> str:

@@ -4,7 +4,6 @@ Causes are told by the timeline: what each engine's iterations were bound by whi
 result says how long requests were in the queue and behind it, and what else was running then.
 """
 
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,10 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sim.errors import UserError
-from sim.results.figures.style import seconds_text
+from sim.results.figures.style import time_text as _time
 from sim.results.result import RESULT_FILE, read_requests
 from sim.results.time_use import LIMIT_NAMES
-from sim.results.timeline import ITERATIONS, TIMELINE_FILE, TraceEvent, read_timeline
+from sim.results.timeline import TIMELINE_FILE, TraceEvent, iterations_of, read_timeline, request_spans
 
 Array = NDArray[np.float64]
 METRICS = {"ttft": "TTFT", "e2el": "end-to-end latency"}
@@ -101,9 +100,9 @@ def tail_of(folder: Path, *, slowest: int | None = None, beyond: float | None = 
     requests = _requests(folder)
     values_s = requests.ttft_s if metric == "ttft" else requests.e2el_s
     count = len(values_s)
-    # Those above the percentile, which ties may leave empty: then the slowest alone.
     size = slowest
     if size is None:
+        # Those above the percentile, which ties may leave empty: then the slowest alone.
         size = max(1, int((values_s > np.percentile(values_s, DEFAULT_PERCENTILE if beyond is None else beyond)).sum()))
     if not 1 <= size < count:
         remedy = f"give 1 to {count - 1}, to have others beside them"
@@ -232,20 +231,9 @@ def _timeline(
 ) -> tuple[list[tuple[_Engine, NDArray[np.int64]]], Array, Array, dict[str, _Away]]:
     """Engines with the places of their requests, when each request was scheduled and ended (on the engine's clock),
     and spans away from the batch by name."""
-    place = {int(ident): i for i, ident in enumerate(requests.ids)}
-    steps: dict[int, list[dict[str, Any]]] = defaultdict(list)
-    spans: dict[tuple[int, str], float] = {}
+    place: dict[object, int] = {int(ident): i for i, ident in enumerate(requests.ids)}
     scheduled_s, ended_s = requests.arrival_s + requests.queue_s, requests.arrival_s + requests.e2el_s
-    phases: list[tuple[int, str, float, float]] = []
-    for event in events:
-        if event["ph"] == "X" and event["tid"] == ITERATIONS and "args" in event:
-            steps[int(str(event["pid"]))].append(event)
-        elif event.get("cat") == "request" and event["ph"] in ("b", "e") and event["id"] in place:
-            i, name, at_s = place[int(str(event["id"]))], str(event["name"]), float(str(event["ts"])) / 1e6
-            if event["ph"] == "b":
-                spans[i, name] = at_s
-            else:
-                phases.append((i, name, spans.pop((i, name)), at_s))
+    phases = [(place[span[0]], *span[1:]) for span in request_spans(events) if span[0] in place]
     first_s = ended_s.copy()
     for i, name, begin_s, end_s in phases:
         if name == "queue":
@@ -262,8 +250,7 @@ def _timeline(
             spans_of.end_s.append(end_s)
     seen: set[int] = set()
     engines = []
-    for own in steps.values():
-        own.sort(key=lambda step: step["ts"])
+    for own in iterations_of(events).values():
         admitted = [place[i] for step in own for i in step["args"]["admitted"] if i in place and i not in seen]
         admitted = list(dict.fromkeys(admitted))
         seen.update(int(requests.ids[i]) for i in admitted)
@@ -285,8 +272,8 @@ def _neighbours(requests: _Requests, chosen: NDArray[np.int64]) -> list[Neighbou
         overlap = np.minimum(end_s, begin_s[i]) - np.maximum(begin_s, requests.arrival_s[i])
         waits_s += np.maximum(0.0, overlap)
     weight = waits_s * (requests.prompts + requests.outputs / 2)
-    total = float(weight.sum())
     order = np.argsort(-weight, kind="stable")[:MOST_NEIGHBOURS]
+    total = float(weight.sum())
     return [
         Neighbour(
             int(requests.ids[j]), int(requests.prompts[j]), int(requests.outputs[j]), float(waits_s[j]),
@@ -354,7 +341,3 @@ def neighbour_sentences(found: Tail) -> list[str]:
             for one in found.neighbours
         ),
     ]
-
-
-def _time(seconds: float) -> str:
-    return seconds_text(float(seconds)).replace("\xa0", " ")

@@ -2,10 +2,12 @@
 
 import gzip
 import zlib
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
+from operator import itemgetter
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import msgspec
 
@@ -45,6 +47,29 @@ def read_timeline(path: Path) -> list[TraceEvent]:
             return msgspec.json.decode(file.read(), type=_Timeline).traceEvents
     except (OSError, EOFError, zlib.error, msgspec.DecodeError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: not a timeline ({error}); run it again with --timeline") from error
+
+
+def iterations_of(events: Iterable[TraceEvent]) -> dict[object, list[dict[str, Any]]]:
+    """The slices of iterations by engine, each engine's in order of time."""
+    found: dict[object, list[dict[str, Any]]] = defaultdict(list)
+    for event in events:
+        if event["ph"] == "X" and event["tid"] == ITERATIONS and "args" in event:
+            found[event["pid"]].append(event)
+    for slices in found.values():
+        slices.sort(key=itemgetter("ts"))
+    return found
+
+
+def request_spans(events: Iterable[TraceEvent]) -> Iterator[tuple[object, str, float, float]]:
+    """Phases of requests as (id, name, begin, end), s, in order of their ends."""
+    begins: dict[tuple[object, str], float] = {}
+    for event in events:
+        if event.get("cat") == "request" and event["ph"] in ("b", "e"):
+            ident, name, at_s = event["id"], str(event["name"]), float(str(event["ts"])) / 1e6
+            if event["ph"] == "b":
+                begins[ident, name] = at_s
+            else:
+                yield ident, name, begins.pop((ident, name)), at_s
 
 
 def _write(path: Path, events: Sequence[TraceEvent]) -> None:

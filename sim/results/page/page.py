@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -11,9 +10,9 @@ from msgspec import UNSET
 
 from sim.errors import UserError
 from sim.files import make_folder, write_atomically
-from sim.results.comparison import Row, table
+from sim.results.comparison import table
 from sim.results.figures.data import FigureRun
-from sim.results.page.charts import Chart, charts
+from sim.results.page.charts import charts
 from sim.results.page.saved import Section
 from sim.results.page.studies import Study
 from sim.results.report import METRICS, OWN, accuracy_sentences, constants, deployment, engine_overhead, span
@@ -29,53 +28,11 @@ KEY_METRICS += ("p99_tpot_ms", "mean_e2el_ms", "p99_e2el_ms", "mean_queue_ms", "
 """Rows of the first table; all metrics are in a second one."""
 
 
-@dataclass(frozen=True)
-class Given:
-    """What one policy was given, and where its times come from."""
-
-    label: str
-    settings: dict[str, str]
-    constants: str
-    sha256: str
-    engine: str
-    assumed: str
-    accuracy: list[str]
-    warnings: list[str]
-
-
-@dataclass(frozen=True)
-class TailView:
-    """The slowest requests of a run: sentences, and of each cause its mean time in the set and among the others."""
-
-    label: str
-    head: list[str]
-    rows: list[tuple[str, str, str, str]]
-    neighbours: list[str]
-
-
-@dataclass(frozen=True)
-class View:
-    """A section as the template shows it."""
-
-    title: str
-    traffic: str
-    slos: str
-    labels: list[str]
-    given: list[Given]
-    sentences: list[str]
-    key_rows: list[Row]
-    rows: list[Row]
-    charts: list[Chart]
-    tails: list[TailView]
-    command: str | None
-    asked: str | None
-
-
 def write_page(path: Path, sections: Sequence[Section], studies: Sequence[Study] = ()) -> None:
     """Write all as one self-contained HTML page; UserError where what it needs is not installed."""
     page = render(sections, studies)
     make_folder(path.parent, "--out")
-    write_atomically(path, lambda file: file.write(page.encode()))
+    write_atomically(path, page.encode())
 
 
 def render(sections: Sequence[Section], studies: Sequence[Study] = ()) -> str:
@@ -86,14 +43,18 @@ def render(sections: Sequence[Section], studies: Sequence[Study] = ()) -> str:
     from jinja2 import Environment, FileSystemLoader, StrictUndefined  # noqa: PLC0415 - an extra
 
     views = [_view(section) for section in sections]
-    figures = {f"{i}-{chart.name}": _figure(chart) for i, view in enumerate(views) for chart in view.charts}
+    figures = {
+        f"{i}-{chart.name}": {"data": chart.data, "layout": chart.layout}
+        for i, view in enumerate(views)
+        for chart in view["charts"]
+    }
     environment = Environment(
         loader=FileSystemLoader(HERE), autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined
     )
     return environment.get_template("page.html.j2").render(
         views=views,
         studies=studies,
-        titles=[*(view.title for view in views), *(study.title for study in studies)],
+        titles=[*(view["title"] for view in views), *(study.title for study in studies)],
         version=VERSION,
         style=_inlined(HERE / "page.css"),
         script=_inlined(HERE / "page.js"),
@@ -102,28 +63,34 @@ def render(sections: Sequence[Section], studies: Sequence[Study] = ()) -> str:
     )
 
 
-def _view(section: Section) -> View:
+def _view(section: Section) -> dict[str, Any]:
+    """A section as the template shows it."""
     runs = section.runs
     results = [run.result for run in runs]
     # Labels of the runs, which tell alike ones apart.
     scenario, rows = results[0].scenario, table(results)
-    return View(
-        title=deployment(results[0]),
-        traffic=f"{results[0].num_prompts:,} requests, seed {scenario.seed}",
-        slos=_slos(results[0]),
-        labels=[run.label for run in runs],
-        given=[_given(run) for run in runs],
-        sentences=section.sentences,
-        key_rows=[row for row in rows if row.key in KEY_METRICS],
-        rows=rows,
-        charts=charts(runs),
-        tails=[
-            TailView(label, head_sentences(found), cause_rows(found), neighbour_sentences(found))
+    return {
+        "title": deployment(results[0]),
+        "traffic": f"{results[0].num_prompts:,} requests, seed {scenario.seed}",
+        "slos": _slos(results[0]),
+        "labels": [run.label for run in runs],
+        "given": [_given(run) for run in runs],
+        "sentences": section.sentences,
+        "key_rows": [row for row in rows if row.key in KEY_METRICS],
+        "rows": rows,
+        "charts": charts(runs),
+        "tails": [
+            {
+                "label": label,
+                "head": head_sentences(found),
+                "rows": cause_rows(found),
+                "beside": neighbour_sentences(found),
+            }
             for label, found in section.tails
         ],
-        command=section.command,
-        asked=section.asked,
-    )
+        "command": section.command,
+        "asked": section.asked,
+    }
 
 
 def _slos(result: Result) -> str:
@@ -132,7 +99,8 @@ def _slos(result: Result) -> str:
     return ", ".join([*found, *([OWN] if own else [])]) or "none"
 
 
-def _given(run: FigureRun) -> Given:
+def _given(run: FigureRun) -> dict[str, Any]:
+    """What one policy was given, and where its times come from."""
     result = run.result
     scenario, used = result.scenario, result.engine_profile
     settings = {
@@ -146,16 +114,16 @@ def _given(run: FigureRun) -> Given:
         "Prefix caching": "on" if scenario.enable_prefix_caching else "off",
         **{part.capitalize(): name for part, name in scenario.policy_parts.items()},
     }
-    return Given(
-        label=run.label,
-        settings=settings,
-        constants=constants(result),
-        sha256=result.profile.sha256[:12],
-        engine=engine_overhead(used) if used else "none",
-        assumed=", ".join(used.assumed) if used else "",
-        accuracy=[] if result.accuracy is UNSET else _intervals(result.accuracy),
-        warnings=[] if result.warnings is UNSET else list(result.warnings),
-    )
+    return {
+        "label": run.label,
+        "settings": settings,
+        "constants": constants(result),
+        "sha256": result.profile.sha256[:12],
+        "engine": engine_overhead(used) if used else "none",
+        "assumed": ", ".join(used.assumed) if used else "",
+        "accuracy": [] if result.accuracy is UNSET else _intervals(result.accuracy),
+        "warnings": [] if result.warnings is UNSET else list(result.warnings),
+    }
 
 
 def _intervals(found: Accuracy) -> list[str]:
@@ -168,10 +136,6 @@ def _intervals(found: Accuracy) -> list[str]:
 
 def _gib(blocks: int, block_bytes: float) -> str:
     return f"{blocks * block_bytes / 2**30:,.1f} GiB"
-
-
-def _figure(chart: Chart) -> dict[str, Any]:
-    return {"data": chart.data, "layout": chart.layout}
 
 
 def _plotly() -> Path:
