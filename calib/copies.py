@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from calib.robust import Array, Estimate, Fit, Parameter, fit_relative
+from calib.robust import Array, Estimate, Fit, Parameter, fit_relative, mape
 from calib.samples import Sample
 from sim.cost.model import BATCHED_COPIES
 from sim.errors import UserError
@@ -87,7 +87,7 @@ def fault_of_copies(samples: Sequence[Sample], fit: Fit) -> str:
             low, high = f"{estimate.low:.3g}", f"{estimate.high:.3g}"
             return f"they do not tell {name}: {estimate.value:.3g}, 95 % interval {low} to {high}"
     chosen = [s for op in ("h2d", "d2h") for s in plain_copies(samples, op)]
-    error = float(np.mean(np.abs(copy_s(fit.values, chosen) / _measured(chosen) - 1)))
+    error = mape(copy_s(fit.values, chosen), _measured(chosen))
     return f"the fit misses them by {100 * error:.0f} %" if error > MOST_ERROR else ""
 
 

@@ -19,9 +19,9 @@ import msgspec
 import numpy as np
 
 from calib.kernel_fit import KernelFit, KernelTerms, errors_of_fit
-from calib.kernel_samples import read_kernel_samples
 from calib.robust import Array, Fit, Parameter, fit_relative
 from calib.roofline import MOST_EXPONENT, fastest, ridge_s, with_exponent
+from calib.samples import read_kernel_samples
 from sim.cost.model import ACTIVATION_BYTES
 from sim.cost.profile import expert_names
 from sim.errors import UserError

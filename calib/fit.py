@@ -190,7 +190,7 @@ def with_kernels(report: FitReport, kernels: KernelFit[Any]) -> FitReport:
     """The report of a fit, and constants of single kernels in place of those that were carried over."""
     found, fit = dict(report.profile.constants), kernels.fit
     for name, estimate in fit.estimates.items():
-        found[name] = _constant(estimate, ROOFLINE_UNITS[name], fit.scatter)
+        found[name] = constant_of(estimate, ROOFLINE_UNITS[name], fit.scatter)
     profile = msgspec.structs.replace(
         report.profile,
         constants={name: found[name] for name in ROOFLINE_UNITS if name in found},
@@ -330,11 +330,12 @@ def _constants(
             old = base.constants[name]
             found[name] = Constant(old.value, old.stderr, unit, f"carried over from {base.name}: {old.source}")
         else:
-            found[name] = _constant(estimate, unit, scatter.get(name))
+            found[name] = constant_of(estimate, unit, scatter.get(name))
     return found, carried
 
 
-def _constant(estimate: Estimate, unit: str, scatter: float | None) -> Constant:
+def constant_of(estimate: Estimate, unit: str, scatter: float | None) -> Constant:
+    """As a profile has it, with its interval and the scatter of a fit."""
     stderr = estimate.stderr if estimate.stderr is not None and np.isfinite(estimate.stderr) else None
     return Constant(estimate.value, stderr, unit, _source(estimate, scatter))
 

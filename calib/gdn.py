@@ -21,8 +21,8 @@ import msgspec
 import numpy as np
 
 from calib.kernel_fit import KernelFit, KernelTerms, errors_of_fit, phases
-from calib.kernel_samples import read_kernel_samples
 from calib.robust import Array, Fit, Parameter, fit_relative
+from calib.samples import read_kernel_samples
 from sim.cost.gated_delta_net import HEAD_DIM
 from sim.errors import UserError
 from sim.specs.gated_delta_net import GatedDeltaNetSpec

@@ -24,9 +24,9 @@ import msgspec
 import numpy as np
 
 from calib.kernel_fit import KernelFit, KernelTerms, errors_of_fit, phases
-from calib.kernel_samples import read_kernel_samples
 from calib.robust import Array, Fit, Parameter, fit_relative
 from calib.roofline import ridge_s
+from calib.samples import read_kernel_samples
 from sim.cost.profile import LATENT_UNITS, Profile
 from sim.cost.roofline import RooflineCost
 from sim.errors import UserError

@@ -13,9 +13,9 @@ from typing import Literal
 import numpy as np
 
 from calib.copies import fit_turns
-from calib.fit import FitReport, check_enough, range_of, with_graphs
-from calib.holdout import Holdout, is_decode, regions
-from calib.robust import Array, Estimate, Fit, Parameter, fit_relative
+from calib.fit import FitReport, check_enough, constant_of, range_of, with_graphs
+from calib.holdout import Holdout, is_decode, mean, regions
+from calib.robust import Array, Fit, Parameter, fit_relative
 from calib.samples import Sample
 from calib.terms import load_models, terms_of
 from sim.cost.profile import LINEAR_UNITS, Constant, Profile
@@ -62,17 +62,14 @@ def fit_linear_profile(
     swap_s = copies.values["copy_launch_s"] + block_bytes / rate
     predicted = predict_s(fit.values, steps)
     errors = predicted / measured - 1
-    constants = {
-        n: Constant(fit.estimates[n].value, fit.estimates[n].stderr, unit, _source(fit, n))
-        for n, unit in LINEAR_UNITS.items()
-        if n in fit.estimates
-    }
+    constants = {n: constant_of(estimate, LINEAR_UNITS[n], fit.scatter) for n, estimate in fit.estimates.items()}
     swap_source = f"a contiguous copy of a block of {BLOCK_TOKENS} tokens, {block_bytes:.0f} bytes, at the fitted rate"
     constants["swap_s_per_block"] = Constant(swap_s, None, "s/block", swap_source)
     launch_source = "of each piece, whatever its size, fitted with the rate"
     constants["copy_launch_s"] = Constant(copies.values["copy_launch_s"], None, "s", launch_source)
     unseen = _unseen(steps, measured)
-    residuals = {"prefill_mape": _mean(errors, ~is_decode(steps)), "decode_mape": _mean(errors, is_decode(steps))}
+    absolute, decodes = np.abs(errors), is_decode(steps)
+    residuals = {"prefill_mape": mean(absolute[~decodes]), "decode_mape": mean(absolute[decodes])}
     residuals |= {"unseen_sample_prefill_mape": unseen.prefill, "unseen_sample_decode_mape": unseen.decode}
     profile = Profile(
         name=name,
@@ -106,21 +103,20 @@ def predict_s(values: Mapping[str, float], steps: Sequence[Sample]) -> Array:
 
 def _fit(steps: Sequence[Sample], measured: Array) -> Fit:
     decodes = is_decode(steps)
-    shortest = {phase: float(np.min(measured[mask])) for phase, mask in (("prefill", ~decodes), ("decode", decodes))}
     most_tokens = max(s.tokens for s in steps if not s.is_decode)
     most_squares = max(s.batch_size * s.new_tokens**2 for s in steps if not s.is_decode)
     most_batch = max(s.batch_size for s in steps if s.is_decode)
     most_context = max(s.batch_size * (s.context_tokens + 1) for s in steps if s.is_decode)
-    longest = {phase: float(np.max(measured[mask])) for phase, mask in (("prefill", ~decodes), ("decode", decodes))}
+    prefill_s, decode_s = measured[~decodes], measured[decodes]
     starts = {
-        "prefill_base_s": shortest["prefill"] / 2,
-        "prefill_s_per_token": longest["prefill"] / most_tokens,
-        "prefill_s_per_square_token": longest["prefill"] / most_squares / 10,
-        "decode_base_s": shortest["decode"] / 2,
-        "decode_s_per_sequence": longest["decode"] / most_batch / 2,
-        "decode_s_per_context_token": longest["decode"] / most_context / 2,
+        "prefill_base_s": prefill_s.min() / 2,
+        "prefill_s_per_token": prefill_s.max() / most_tokens,
+        "prefill_s_per_square_token": prefill_s.max() / most_squares / 10,
+        "decode_base_s": decode_s.min() / 2,
+        "decode_s_per_sequence": decode_s.max() / most_batch / 2,
+        "decode_s_per_context_token": decode_s.max() / most_context / 2,
     }
-    parameters = {name: Parameter(start, 0.0, log=False) for name, start in starts.items()}
+    parameters = {name: Parameter(float(start), 0.0, log=False) for name, start in starts.items()}
     return fit_relative(lambda values: predict_s(values, steps), measured, parameters)
 
 
@@ -132,16 +128,5 @@ def _unseen(steps: Sequence[Sample], measured: Array) -> Holdout:
     for fold in range(FOLDS):
         out = place % FOLDS == fold
         fit = _fit([s for s, left in zip(steps, out, strict=True) if not left], measured[~out])
-        errors[out] = (predict_s(fit.values, steps) / measured - 1)[out]
-    return Holdout(_mean(errors, ~is_decode(steps)), _mean(errors, is_decode(steps)), len(steps))
-
-
-def _mean(errors: Array, mask: np.ndarray) -> float:
-    return float(np.mean(np.abs(errors[mask])))
-
-
-def _source(fit: Fit, name: str) -> str:
-    estimate: Estimate = fit.estimates[name]
-    if estimate.at_limit:
-        return "fitted: at the limit of what it may be, so without an interval"
-    return f"fitted jointly: 95 % interval {estimate.low:.6g} to {estimate.high:.6g}; scatter {100 * fit.scatter:.1f} %"
+        errors[out] = np.abs(predict_s(fit.values, steps) / measured - 1)[out]
+    return Holdout(mean(errors[~decodes]), mean(errors[decodes]), len(steps))

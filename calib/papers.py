@@ -20,13 +20,15 @@ import numpy as np
 
 from calib.copies import check_sizes, fit_turns, plain_copies, turns_s
 from calib.holdout import PROMPT_TOKENS
-from calib.robust import Array, Estimate, Parameter, fit_relative
+from calib.robust import Array, Estimate, Parameter, fit_relative, mape
 from calib.roofline import ridge_s
 from calib.samples import Sample
 from sim.specs.hardware import HardwareSpec
 from sim.specs.models import ModelSpec
 
 Models = Mapping[str, ModelSpec]
+Amount = Callable[[Sample, ModelSpec], float]
+"""What an equation counts of a sample."""
 
 LEAST_SAMPLES = 3
 """Fewer cannot tell a constant from chance."""
@@ -121,28 +123,31 @@ def _scaled(
             return amounts * values["c"] ** power
 
         estimate = fit_relative(predicted, measured_s, {"c": Parameter(start)}).estimates["c"]
-        mape = float(np.mean(np.abs(predicted({"c": estimate.value}) / measured_s - 1)))
-        found.append(PaperConstant(equation, form, name, unit, estimate, mape, len(measured_s)))
+        error = mape(predicted({"c": estimate.value}), measured_s)
+        found.append(PaperConstant(equation, form, name, unit, estimate, error, len(measured_s)))
     return found
 
 
-def _per_sample(samples: Sequence[Sample], models: Models, value: Callable[[Sample, ModelSpec], float]) -> Array:
-    return np.array([value(s, models[s.model]) for s in samples], dtype=np.float64)
+def _flops(
+    equation: str, samples: Sequence[Sample], models: Models, measured_s: Array, printed: Amount, corrected: Amount
+) -> list[PaperConstant]:
+    """eLLM's FLOPS of an equation that counts FLOPs."""
+    forms = {"printed": printed, "corrected": corrected}
+    amounts = {form: np.array([count(s, models[s.model]) for s in samples]) for form, count in forms.items()}
+    return _scaled(equation, "FLOPS", "FLOP/s", amounts, measured_s, divides=True)
 
 
 def _layerkv_eq3(
     prompts: Sequence[Sample], models: Models, hardware: HardwareSpec, constants: Mapping[str, float]
 ) -> list[PaperConstant]:
-    if not prompts:
-        return []
-
-    def work(sample: Sample, model: ModelSpec, layers: int) -> float:
+    def ideal_s(sample: Sample, model: ModelSpec, layers: int) -> float:
         s, h = sample.new_tokens, model.hidden_size
         return s * (2 * model.num_params + 2 * layers * h * s) / (sample.tp * hardware.fp16_flops_per_s)
 
+    found = [(s, models[s.model]) for s in prompts]
     forms = {
-        "printed": _per_sample(prompts, models, lambda s, m: work(s, m, 1)),
-        "corrected": _per_sample(prompts, models, lambda s, m: work(s, m, m.num_layers)),
+        "printed": np.array([ideal_s(s, m, 1) for s, m in found]),
+        "corrected": np.array([ideal_s(s, m, m.num_layers) for s, m in found]),
     }
     return _scaled("LayerKV Eq. 3", "alpha", "1", forms, _whole_s(prompts, models, constants), divides=False)
 
@@ -159,14 +164,11 @@ def _layerkv_eq4(copies: Sequence[Sample], hardware: HardwareSpec) -> list[Paper
     rate = fit.estimates["d2h_bytes_per_s"]
     x = hardware.pcie_bytes_per_s
     beta = Estimate(x / rate.value, None, x / rate.high, x / rate.low)
-    mape = float(np.mean(np.abs(turns_s(fit.values, copies) / measured - 1)))
-    return [*printed, PaperConstant("LayerKV Eq. 4", "corrected", "beta", "1", beta, mape, len(copies))]
+    error = mape(turns_s(fit.values, copies), measured)
+    return [*printed, PaperConstant("LayerKV Eq. 4", "corrected", "beta", "1", beta, error, len(copies))]
 
 
 def _ellm_prompts(prompts: Sequence[Sample], models: Models, constants: Mapping[str, float]) -> list[PaperConstant]:
-    if not prompts:
-        return []
-
     def printed(sample: Sample, m: ModelSpec) -> float:
         s, h = sample.new_tokens, m.hidden_size
         return (24 * h * h * m.num_layers * s + 4 * h * m.num_layers * s * s + 2 * h * m.vocab_size * s) / sample.tp
@@ -175,15 +177,10 @@ def _ellm_prompts(prompts: Sequence[Sample], models: Models, constants: Mapping[
         s = sample.new_tokens
         return (s * m.linear_flops_per_token + s * (s + 1) / 2 * m.attention_flops_per_token_pair) / sample.tp
 
-    forms = {"printed": _per_sample(prompts, models, printed), "corrected": _per_sample(prompts, models, corrected)}
-    measured = _whole_s(prompts, models, constants)
-    return _scaled("eLLM Eq. 2 and 4", "FLOPS", "FLOP/s", forms, measured, divides=True)
+    return _flops("eLLM Eq. 2 and 4", prompts, models, _whole_s(prompts, models, constants), printed, corrected)
 
 
 def _ellm_decodes(decodes: Sequence[Sample], models: Models, constants: Mapping[str, float]) -> list[PaperConstant]:
-    if not decodes:
-        return []
-
     def printed(sample: Sample, m: ModelSpec) -> float:
         s, h = sample.context_tokens, m.hidden_size
         each = 24 * h * h * m.num_layers + 4 * h * m.num_layers * (s + 1) + 2 * h * m.vocab_size * s
@@ -193,9 +190,7 @@ def _ellm_decodes(decodes: Sequence[Sample], models: Models, constants: Mapping[
         pairs = (sample.context_tokens + 1) * m.attention_flops_per_token_pair
         return sample.batch_size * (m.linear_flops_per_token + pairs + m.head_flops_per_token) / sample.tp
 
-    forms = {"printed": _per_sample(decodes, models, printed), "corrected": _per_sample(decodes, models, corrected)}
-    measured = _whole_s(decodes, models, constants)
-    return _scaled("eLLM Eq. 3 and 4", "FLOPS", "FLOP/s", forms, measured, divides=True)
+    return _flops("eLLM Eq. 3 and 4", decodes, models, _whole_s(decodes, models, constants), printed, corrected)
 
 
 def _ellm_eq6(copies: Sequence[Sample]) -> list[PaperConstant]:
@@ -205,25 +200,19 @@ def _ellm_eq6(copies: Sequence[Sample]) -> list[PaperConstant]:
     measured = np.array([s.latency_s for s in copies])
     found = []
     for form in ("printed", "corrected"):
-        asked = copies if form == "corrected" else [_one_piece(s) for s in copies]
+        one_piece = [Sample(op=s.op, latency_s=s.latency_s, num_bytes=s.num_bytes) for s in copies]
+        asked = copies if form == "corrected" else one_piece
         fit = fit_turns(asked)
         assert fit is not None
-        mape = float(np.mean(np.abs(turns_s(fit.values, asked) / measured - 1)))
+        error = mape(turns_s(fit.values, asked), measured)
         rate, beta = fit.estimates["h2d_bytes_per_s"], fit.estimates["copy_launch_s"]
         alpha = Estimate(1 / rate.value, None, 1 / rate.high, 1 / rate.low)
-        found.append(PaperConstant("eLLM Eq. 6", form, "alpha", "s/B", alpha, mape, len(copies)))
-        found.append(PaperConstant("eLLM Eq. 6", form, "beta", "s", beta, mape, len(copies)))
+        found.append(PaperConstant("eLLM Eq. 6", form, "alpha", "s/B", alpha, error, len(copies)))
+        found.append(PaperConstant("eLLM Eq. 6", form, "beta", "s", beta, error, len(copies)))
     return found
 
 
-def _one_piece(sample: Sample) -> Sample:
-    return Sample(op=sample.op, latency_s=sample.latency_s, num_bytes=sample.num_bytes)
-
-
 def _ellm_eq7(samples: Sequence[Sample], models: Models) -> list[PaperConstant]:
-    if not samples:
-        return []
-
     def printed(sample: Sample, m: ModelSpec) -> float:
         s, h = sample.new_tokens, m.hidden_size
         body = (24 * h * h * s + 4 * h * s * s) * sample.num_layers / m.num_layers
@@ -234,6 +223,4 @@ def _ellm_eq7(samples: Sequence[Sample], models: Models) -> list[PaperConstant]:
         whole = s * m.linear_flops_per_token + s * (s + 1) / 2 * m.attention_flops_per_token_pair
         return sample.batch_size * whole * sample.num_layers / m.num_layers / sample.tp
 
-    forms = {"printed": _per_sample(samples, models, printed), "corrected": _per_sample(samples, models, corrected)}
-    measured = np.array([s.latency_s for s in samples])
-    return _scaled("eLLM Eq. 7", "FLOPS", "FLOP/s", forms, measured, divides=True)
+    return _flops("eLLM Eq. 7", samples, models, np.array([s.latency_s for s in samples]), printed, corrected)

@@ -110,7 +110,12 @@ def fit_relative(
         scale = max(CAUCHY * scatter, LEAST_SCALE)
     free = (x - low > 1e-6) & (high - x > 1e-6)
     deviations = _sandwich(_jacobian(residuals, x), errors, scale, free)
-    return Fit(_estimates(names, parameters, x, deviations, len(measured), values), scatter)
+    return Fit(estimates_of(parameters, x, deviations, len(measured) - len(names), values), scatter)
+
+
+def mape(predicted: Array, measured: Array) -> float:
+    """Mean absolute relative error."""
+    return float(np.mean(np.abs(predicted / measured - 1)))
 
 
 def _jacobian(residuals: Callable[[Array], Array], x: Array) -> Array:
@@ -143,19 +148,25 @@ def _sandwich(jacobian: Array, errors: Array, scale: float, free: NDArray[np.boo
     return deviations
 
 
-def _estimates(
-    names: list[str],
+@np.errstate(over="ignore", invalid="ignore")
+def estimates_of(
     parameters: Mapping[str, Parameter],
     x: Array,
     deviations: Array,
-    points: int,
+    freedom: int,
     values: Callable[[Array], dict[str, float]],
 ) -> dict[str, Estimate]:
-    wide = float(stdtrit(max(points - len(names), 1), 0.975))
+    """Estimates of searched variables.
+
+    Args:
+        x, deviations: shapes (parameters,); a deviation is NaN at a limit, infinite where nothing is said.
+        freedom: degrees of it that points leave; one at least is taken.
+        values: of the parameters, from variables.
+    """
+    wide = float(stdtrit(max(freedom, 1), 0.975))
     centre, low, high = values(x), values(x - wide * deviations), values(x + wide * deviations)
     found = {}
-    for name, deviation in zip(names, deviations, strict=True):
-        parameter = parameters[name]
+    for (name, parameter), deviation in zip(parameters.items(), deviations, strict=True):
         if np.isnan(deviation):
             nearer_least = abs(centre[name] - parameter.least) < abs(parameter.most - centre[name])
             limit = parameter.least if nearer_least else parameter.most

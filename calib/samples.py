@@ -37,6 +37,7 @@ from io import StringIO
 from math import isfinite
 from pathlib import Path
 from statistics import median
+from typing import TypeVar
 
 import msgspec
 
@@ -130,6 +131,7 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
         return self.op in PASSES and self.decodes > 0
 
 
+Kind = TypeVar("Kind", bound=msgspec.Struct)
 COLUMNS = Sample.__struct_fields__
 _TYPES = {field.name: field.type for field in msgspec.structs.fields(Sample)}
 _REQUIRED = ("op", "latency_s")
@@ -141,14 +143,15 @@ def spread_s(repeats_s: Sequence[float]) -> float:
     return MADS * median(abs(value - middle) for value in repeats_s)
 
 
-def write_samples(path: Path, samples: Iterable[Sample], comments: Sequence[str] = ()) -> None:
-    """Write samples, whole or not at all, gzipped if the path ends in .gz; `comments` become lines with a `#`."""
+def write_samples(
+    path: Path, samples: Iterable[msgspec.Struct], comments: Iterable[str] = (), kind: type[msgspec.Struct] = Sample
+) -> None:
+    """Write samples of one `kind`, whole or not at all, gzipped if the path ends in .gz; a `#` is before comments."""
     text = StringIO()
-    for comment in comments:
-        text.write(f"# {comment}\n")
+    text.writelines(f"# {comment}\n" for comment in comments)
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(COLUMNS)
-    writer.writerows([repr(v) if isinstance(v, float) else v for v in msgspec.structs.astuple(s)] for s in samples)
+    writer.writerow(kind.__struct_fields__)
+    writer.writerows(map(msgspec.structs.astuple, samples))
     data = text.getvalue().encode()
     # Without a date in it, so that the same samples give the same file.
     packed = gzip.compress(data, mtime=0) if path.suffix == ".gz" else data
@@ -189,6 +192,17 @@ def _records(path: Path) -> Iterable[tuple[int, list[str]]]:
                 yield number, next(csv.reader([line], strict=True))
             except csv.Error as error:
                 raise UserError(f"{path}: line {number}: not CSV ({error}): correct the line") from error
+
+
+def read_kernel_samples(path: Path, kind: type[Kind], what: str) -> list[Kind]:
+    """Samples of single kernels, a struct's fields as columns. UserError for a file that holds none of `what`."""
+    lines = [line for line in read_text(path).splitlines() if line[:1] != "#"]
+    try:
+        return msgspec.convert(list(csv.DictReader(lines)), list[kind], strict=False)
+    except msgspec.ValidationError as error:
+        raise UserError(
+            f"{path}: holds no samples of {what} ({error}): give a gzipped CSV with their columns"
+        ) from error
 
 
 def read_comments(path: Path) -> dict[str, str]:

@@ -82,7 +82,7 @@ def run_import_aiconfigurator(arguments: argparse.Namespace) -> int:
     from calib.importers.aiconfigurator_experts import import_experts  # noqa: PLC0415
     from calib.importers.aiconfigurator_gdn import import_gdn  # noqa: PLC0415
     from calib.importers.aiconfigurator_latents import import_latents  # noqa: PLC0415
-    from calib.kernel_samples import write_kernel_samples  # noqa: PLC0415
+    from calib.samples import write_samples  # noqa: PLC0415
 
     models = arguments.model or aiconfigurator.MODELS
     found = aiconfigurator.import_samples(arguments.system, models, arguments.engine, arguments.tables)
@@ -95,9 +95,9 @@ def run_import_aiconfigurator(arguments: argparse.Namespace) -> int:
         if not samples:
             continue
         files[kind] = path = arguments.out / f"{name}-{kind}.csv.gz"
-        comments = {"tables": found[1]["tables"], "system": arguments.system, "kernels": kernels}
+        comments = f"tables: {found[1]['tables']}", f"system: {arguments.system}", f"kernels: {kernels}"
         with owning(arguments.out):
-            write_kernel_samples(path, samples, comments)
+            write_samples(path, samples, comments, type(samples[0]))
         print(f"wrote {path} ({len(samples)} samples)")
     return _import(arguments, found, files=files)
 

@@ -6,9 +6,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import minimize
-from scipy.special import stdtrit
 
-from calib.robust import Array, Estimate, Fit, Parameter
+from calib.robust import Array, Fit, Parameter, estimates_of
 from calib.samples import MADS
 from calib.server.constants import FRONT_END, HOST, with_constants
 from sim.run.prepare import Setup
@@ -107,7 +106,7 @@ def fit_requests(setup: Setup, served: ServedRun, known: int, parameters: Mappin
     deviations = np.sqrt(np.median(variances, axis=0) + rounds + (x - middle) ** 2)
     errors = residuals(x)
     scatter = float(MADS * np.median(np.abs(errors - np.median(errors))))
-    return Fit(_estimates(parameters, x, deviations, values), scatter)
+    return Fit(estimates_of(parameters, x, deviations, BLOCKS - 1, values), scatter)
 
 
 @dataclass(frozen=True)
@@ -232,19 +231,3 @@ def _limits(parameters: Mapping[str, Parameter]) -> tuple[Array, Array]:
         np.array([scaled(p, p.least) for p in parameters.values()]),
         np.array([scaled(p, p.most) for p in parameters.values()]),
     )
-
-
-def _estimates(
-    parameters: Mapping[str, Parameter], x: Array, deviations: Array, values: Callable[[Array], dict[str, float]]
-) -> dict[str, Estimate]:
-    wide = float(stdtrit(BLOCKS - 1, 0.975))
-    spread = np.where(np.isnan(deviations), 0.0, deviations)
-    with np.errstate(over="ignore", invalid="ignore"):
-        centre, low, high = values(x), values(x - wide * spread), values(x + wide * spread)
-    found = {}
-    for (name, parameter), deviation in zip(parameters.items(), deviations, strict=True):
-        stderr = (
-            None if np.isnan(deviation) else float(deviation) * (centre[name] if parameter.log else parameter.start)
-        )
-        found[name] = Estimate(centre[name], stderr, max(low[name], parameter.least), min(high[name], parameter.most))
-    return found

@@ -10,9 +10,8 @@ from calib_small import REFITTED
 
 from calib.experts import EXPERT_DATA, fit_experts, read_expert_samples
 from calib.gdn import GDN_DATA, fit_gdn, read_gdn_samples
-from calib.kernel_samples import write_kernel_samples
 from calib.latents import LATENT_DATA, fit_latents, read_latent_samples
-from calib.samples import samples_sha256
+from calib.samples import samples_sha256, write_samples
 from sim.cost.profile import EXPERT_NAMES, LATENT_UNITS, load_profile, shipped_profiles
 from sim.errors import UserError
 from sim.specs.hardware import load_hardware
@@ -24,7 +23,7 @@ SHIPPED = {kind: sorted(path.name[: -len(".csv.gz")] for path in folder.iterdir(
 
 def test_a_file_is_read_as_it_was_written(tmp_path):
     path, samples = tmp_path / "x.csv.gz", [experts.sample(), experts.sample(tokens=1, latency_s=3.25e-5)]
-    write_kernel_samples(path, samples, {"kernels": "mine"})
+    write_samples(path, samples, ["kernels: mine"], type(samples[0]))
     assert read_expert_samples(path) == samples
     # Four bytes that hold a date in other gzip files.
     assert path.read_bytes()[4:8] == bytes(4)
@@ -45,7 +44,7 @@ def test_a_file_is_read_as_it_was_written(tmp_path):
 )
 def test_samples_that_cannot_be_are_refused(tmp_path, read, sample):
     path = tmp_path / "x.csv.gz"
-    write_kernel_samples(path, [sample], {})
+    write_samples(path, [sample], kind=type(sample))
     with pytest.raises(UserError, match="cannot be"):
         read(path)
 

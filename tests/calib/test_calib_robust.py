@@ -5,7 +5,7 @@ from math import sqrt
 import numpy as np
 import pytest
 
-from calib.robust import Estimate, Parameter, _estimates, _sandwich
+from calib.robust import Estimate, Parameter, _sandwich, estimates_of
 from calib.roofline import with_exponent
 
 
@@ -34,7 +34,7 @@ def test_intervals_are_as_wide_as_the_points_left_say(points, wide):
     def values(x):
         return {"rate": float(np.exp(x[0])), "s": 2.0 * x[1]}
 
-    found = _estimates(["rate", "s"], parameters, np.array([0.0, 3.0]), np.array([0.01, 0.1]), points, values)
+    found = estimates_of(parameters, np.array([0.0, 3.0]), np.array([0.01, 0.1]), points - 2, values)
     assert (found["rate"].value, found["rate"].stderr) == (1.0, 0.01)
     assert (found["s"].value, found["s"].stderr) == (6.0, pytest.approx(0.2))
     assert np.log([found["rate"].low, found["rate"].high]) == pytest.approx([-0.01 * wide, 0.01 * wide], rel=1e-4)
@@ -43,10 +43,8 @@ def test_intervals_are_as_wide_as_the_points_left_say(points, wide):
 
 @pytest.mark.parametrize(("value", "limit"), [(4.0, 2.0), (5.0, 8.0), (7.0, 8.0)])
 def test_a_value_at_a_limit_is_the_nearer_one(value, limit):
-    found = _estimates(
-        ["s"], {"s": Parameter(1.0, 2.0, 8.0, log=False)}, np.array([value]), np.array([np.nan]), 9,
-        lambda x: {"s": float(x[0])},
-    )  # fmt: skip
+    parameters = {"s": Parameter(1.0, 2.0, 8.0, log=False)}
+    found = estimates_of(parameters, np.array([value]), np.array([np.nan]), 8, lambda x: {"s": float(x[0])})
     assert found == {"s": Estimate(limit, None, limit, limit)}
 
 
