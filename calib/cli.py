@@ -10,6 +10,7 @@ from calib.importers.cli import add_imports
 from calib.profile_files import (
     KERNEL_FILES,
     Status,
+    add_out,
     add_target,
     base_profile,
     derived_name,
@@ -135,9 +136,7 @@ def _add_derive(commands: Any) -> None:  # noqa: ANN401
     )
     parser.add_argument("--compute-share", type=float, help="share of the peak FLOP/s, if not the sibling's")
     parser.add_argument("--reason", default="", help="why that share")
-    parser.add_argument(
-        "--out", type=out_folder, default=Path(), metavar="DIR", help="folder to write to (%(default)s)"
-    )
+    add_out(parser)
     parser.set_defaults(run=run_derive)
 
 

@@ -27,6 +27,11 @@ def add_target(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gpu", required=True, metavar="NAME", help="spec of the GPU, by name or file")
     parser.add_argument("--base", metavar="PROFILE", help="profile to complete it (default: the GPU's derived)")
     parser.add_argument("--name", help="name of the profile (default: <gpu>-measured or <gpu>-imported)")
+    add_out(parser)
+
+
+def add_out(parser: argparse.ArgumentParser) -> None:
+    """The flag that says where files go."""
     parser.add_argument(
         "--out", type=out_folder, default=Path(), metavar="DIR", help="folder to write to (%(default)s)"
     )

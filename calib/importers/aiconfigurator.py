@@ -14,7 +14,7 @@ attention (`products`): norms, rotary embedding and activation are not in the ta
   for small messages, NCCL's beyond). vLLM fuses small ones with the norm behind them.
 """
 
-from bisect import bisect_left
+import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from importlib import import_module
@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from calib.importers.tables import neighbours
 from calib.samples import Sample, spread_s
 from sim.errors import UserError
 from sim.specs.models import ModelSpec, load_model
@@ -169,7 +170,9 @@ def _newest(folder: Path, name: str) -> list[Path]:
     """The file `name` of the newest version of each collector (or of `folder` itself) under a folder."""
     found: list[Path] = []
     for collector in sorted(folder.glob("*")):
-        versions = sorted(collector.glob(f"*/{name}"), key=lambda path: _version(path.parent.name))
+        versions = sorted(
+            collector.glob(f"*/{name}"), key=lambda path: [*map(int, re.findall(r"\d+", path.parent.name))]
+        )
         found += versions[-1:]
     if not found:
         raise UserError(f"{folder}: holds no {name}: give the package's systems/data folder")
@@ -184,11 +187,6 @@ def newest_of_engine(folder: Path, name: str, engine: str) -> Path:
     return found[0]
 
 
-def _version(text: str) -> tuple[int, ...]:
-    digits = "".join(c if c.isdigit() else " " for c in text)
-    return tuple(int(part) for part in digits.split())
-
-
 def _gemm_table(paths: Iterable[Path], dtype: str = DTYPE) -> dict[Gemm, Timing]:
     times: defaultdict[Gemm, list[float]] = defaultdict(list)
     for path in paths:
@@ -198,11 +196,7 @@ def _gemm_table(paths: Iterable[Path], dtype: str = DTYPE) -> dict[Gemm, Timing]
                 once[Gemm(row["m"], row["n"], row["k"])].append(row["latency"] * MS)
         for shape, values in once.items():
             times[shape].append(median(values))
-    return {shape: _timing(values) for shape, values in times.items()}
-
-
-def _timing(values: Sequence[float]) -> Timing:
-    return Timing(median(values), spread_s(values), len(values))
+    return {shape: Timing(median(values), spread_s(values), len(values)) for shape, values in times.items()}
 
 
 AttentionKey = tuple[int, int, int, int, int]
@@ -282,27 +276,14 @@ def _interpolated(
 ) -> Timing | None:
     latency_s = spread_s = 0.0
     repeats: list[int] = []
-    for n_near, n_weight in _neighbours(n, widths[0]):
-        for k_near, k_weight in _neighbours(k, widths[1]):
-            timing = gemms.get(Gemm(m, n_near, k_near))
-            if timing is None:
-                return None
-            latency_s += n_weight * k_weight * timing.latency_s
-            spread_s += n_weight * k_weight * timing.spread_s
-            repeats.append(timing.repeats)
+    for (n_near, n_weight), (k_near, k_weight) in product(neighbours(n, widths[0]), neighbours(k, widths[1])):
+        timing = gemms.get(Gemm(m, n_near, k_near))
+        if timing is None:
+            return None
+        latency_s += n_weight * k_weight * timing.latency_s
+        spread_s += n_weight * k_weight * timing.spread_s
+        repeats.append(timing.repeats)
     return Timing(latency_s, spread_s, min(repeats)) if repeats else None
-
-
-def _neighbours(value: int, grid: Sequence[int]) -> Iterable[tuple[int, float]]:
-    """Grid values around `value` with the weights of linear interpolation; none outside the grid."""
-    if value in grid:
-        return ((value, 1.0),)
-    above = bisect_left(grid, value)
-    if above in (0, len(grid)):
-        return ()
-    low, high = grid[above - 1], grid[above]
-    weight = (value - low) / (high - low)
-    return ((low, 1 - weight), (high, weight))
 
 
 def _quantised_layers(
@@ -328,16 +309,13 @@ def _quantised_layers(
                     continue
                 for sample in _layers(name, model, linear, tables, tp):
                     length = sample.context_tokens + 1 if sample.is_decode else sample.new_tokens
-                    if _is_power(4, sample.batch_size) and _is_power(4, length):
+                    if _is_power_of_four(sample.batch_size) and _is_power_of_four(length):
                         kept = {"quantization": quantization, "kv_cache_dtype": FP8 if kv_dtype == FP8 else ""}
                         yield msgspec.structs.replace(sample, **kept)
 
 
-def _is_power(base: int, value: int) -> bool:
-    """Whether `value` is `base` to some whole power."""
-    while value > 1 and value % base == 0:
-        value //= base
-    return value == 1
+def _is_power_of_four(value: int) -> bool:
+    return value.bit_count() == 1 and value.bit_length() % 2 == 1
 
 
 def _of_engine(paths: Iterable[Path], engine: str) -> list[Path]:
@@ -381,12 +359,7 @@ def _all_reduces(root: Path, engine: str) -> Iterator[Sample]:
             most = most_bytes.get(gpus, MOST_REDUCED_BYTES)
             matches = all(row[name] == value for name, value in wanted.items())
             if matches and gpus in allowed and LEAST_REDUCED_BYTES <= num_bytes <= most:
-                yield Sample(
-                    op="all_reduce",
-                    latency_s=row["latency"] * MS,
-                    tp=gpus,
-                    num_bytes=float(num_bytes),
-                )
+                yield Sample(op="all_reduce", latency_s=row["latency"] * MS, tp=gpus, num_bytes=float(num_bytes))
 
 
 def _provenance(root: Path, engine: str, quantisations: Collection[str]) -> dict[str, str]:

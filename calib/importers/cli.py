@@ -9,16 +9,20 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from calib.profile_files import add_target, base_profile, fit_samples, profile_name, write_report
+from calib.profile_files import add_out, add_target, base_profile, fit_samples, profile_name, write_report
 from sim.cost.kernels import KernelTables
 from sim.errors import UserError
-from sim.files import out_folder
 from sim.run.folders import owning
 from sim.specs.hardware import load_hardware
 from sim.specs.models import load_model
 
 if TYPE_CHECKING:
     from calib.samples import Sample
+
+SAMPLES_HELP = (
+    "Fit the roofline to measured operating points: CSV with the columns op, latency_s, model, batch_size, "
+    "new_tokens, context_tokens, num_bytes ... (docs/calibration.md). Writes the profile, a report and a figure."
+)
 
 
 def add_imports(commands: Any, run_fit: Callable[[argparse.Namespace], int]) -> None:  # noqa: ANN401
@@ -32,9 +36,7 @@ def add_imports(commands: Any, run_fit: Callable[[argparse.Namespace], int]) -> 
     tables.add_argument("--model", action="append", help="models to compose; repeatable (default: six Llama and Qwen)")
     tables.add_argument("--engine", default="vllm", help="whose attention: vllm, sglang or trtllm (%(default)s)")
     tables.add_argument("--tables", type=Path, metavar="DIR", help="the package's systems/data (default: installed)")
-    tables.add_argument(
-        "--out", type=out_folder, default=Path(), metavar="DIR", help="folder to write to (%(default)s)"
-    )
+    add_out(tables)
     tables.set_defaults(run=run_import_aiconfigurator, gpu=None, base=None, name=None)
     vidur = kinds.add_parser("vidur", help="Vidur's mlp, attention and all_reduce CSVs")
     vidur.add_argument("--model", required=True, help="whose tables these are")
@@ -63,17 +65,10 @@ def add_imports(commands: Any, run_fit: Callable[[argparse.Namespace], int]) -> 
     )
     add_target(steps)
     steps.set_defaults(run=run_import_steps)
-    samples = kinds.add_parser("samples", help="a samples CSV measured by others", description=_samples_help())
+    samples = kinds.add_parser("samples", help="a samples CSV measured by others", description=SAMPLES_HELP)
     samples.add_argument("samples", type=Path, nargs="+", metavar="SAMPLES.csv", help="several are fitted together")
     add_target(samples)
     samples.set_defaults(run=run_fit, status="imported", form="roofline")
-
-
-def _samples_help() -> str:
-    return (
-        "Fit the roofline to measured operating points: CSV with the columns op, latency_s, model, batch_size, "
-        "new_tokens, context_tokens, num_bytes ... (docs/calibration.md). Writes the profile, a report and a figure."
-    )
 
 
 def run_import_aiconfigurator(arguments: argparse.Namespace) -> int:

@@ -85,13 +85,8 @@ def import_samples(
         linear_s = at_tokens(products, chunk + decodes)
         if linear_s is None or not chosen((chunk, cached, decodes, context)):
             continue
-        total_s = linear_s + seconds
-        if not chunk:
-            shape = {"batch_size": decodes, "new_tokens": 1, "context_tokens": context}
-        else:
-            beside = {"decodes": decodes, "decode_context_tokens": context if decodes else 0}
-            shape = {"new_tokens": chunk, "context_tokens": cached, **beside}
-        samples.append(Sample(op="products", latency_s=total_s, **shape, **common))
+        shape = _columns(chunk, cached, decodes, context)
+        samples.append(Sample(op="products", latency_s=linear_s + seconds, **shape, **common))
     if (folder / "skew.csv").exists():
         samples += _unlike(folder / "skew.csv", attention, products, common)
     samples += [
@@ -104,6 +99,14 @@ def import_samples(
         "shapes": f"{model_name}, tensor parallel size {tp}",
         "missing": "all-reduces, PCIe copies, engine overhead: not in the tables",
     }
+
+
+def _columns(chunk: int, cached: int, decodes: int, context: int) -> dict[str, int]:
+    """A `Shape` as samples have it."""
+    if not chunk:
+        return {"batch_size": decodes, "new_tokens": 1, "context_tokens": context}
+    beside = {"decodes": decodes, "decode_context_tokens": context if decodes else 0}
+    return {"new_tokens": chunk, "context_tokens": cached, **beside}
 
 
 def _unlike(
@@ -134,10 +137,7 @@ def _unlike(
         linear_s = at_tokens(products, chunk + decodes)
         if linear_s is None or (chunk and (chunk not in UNLIKE_CHUNKS or cached or shortest not in UNLIKE_CONTEXTS)):
             continue
-        if chunk:
-            shape = {"new_tokens": chunk, "decodes": decodes, "decode_context_tokens": mean}
-        else:
-            shape = {"batch_size": decodes, "new_tokens": 1, "context_tokens": mean}
+        shape = _columns(chunk, cached, decodes, mean)
         seconds = linear_s + table.number(row, "t_skew_us") * US / runs
         found.append(
             Sample(op="products", latency_s=seconds, longest_context_tokens=longest, **shape, **common)  # pyright: ignore[reportArgumentType]

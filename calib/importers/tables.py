@@ -70,12 +70,17 @@ class Table:
 
 def at_tokens(curve: Mapping[int, float], tokens: int) -> float | None:
     """Seconds at a number of tokens, linearly between its neighbours; None outside the curve."""
-    if tokens in curve:
-        return curve[tokens]
-    grid = sorted(curve)
-    above = bisect_left(grid, tokens)
+    near = neighbours(tokens, sorted(curve))
+    return sum(weight * curve[point] for point, weight in near) if near else None
+
+
+def neighbours(value: int, grid: Sequence[int]) -> Sequence[tuple[int, float]]:
+    """Grid values around `value` with the weights of linear interpolation; none outside the ascending grid."""
+    if value in grid:
+        return ((value, 1.0),)
+    above = bisect_left(grid, value)
     if above in (0, len(grid)):
-        return None
+        return ()
     low, high = grid[above - 1], grid[above]
-    weight = (tokens - low) / (high - low)
-    return (1 - weight) * curve[low] + weight * curve[high]
+    weight = (value - low) / (high - low)
+    return ((low, 1 - weight), (high, weight))

@@ -19,16 +19,9 @@ from sim.specs.models import ModelSpec, load_model
 
 MS = 1e-3
 OPERATORS = (
-    "input_layernorm",
-    "attn_pre_proj",
-    "attn_rope",
-    "attn_post_proj",
-    "post_attention_layernorm",
-    "mlp_up_proj",
-    "mlp_act",
-    "mlp_down_proj",
-    "add",
-)
+    "input_layernorm", "attn_pre_proj", "attn_rope", "attn_post_proj", "post_attention_layernorm", "mlp_up_proj",
+    "mlp_act", "mlp_down_proj", "add",
+)  # fmt: skip
 """Operators of a layer; models with parallel attention and MLP lack the second norm."""
 PRODUCTS = ("attn_pre_proj", "attn_post_proj", "mlp_up_proj", "mlp_down_proj")
 BETWEEN = tuple(name for name in OPERATORS if name not in PRODUCTS)
@@ -60,8 +53,7 @@ def import_samples(
     }
 
 
-def _check_model(table: Table, row: int, model: ModelSpec, shape: Mapping[str, int]) -> bool:
-    """Whether a row is of this model's shape."""
+def _has_shape(table: Table, row: int, shape: Mapping[str, int]) -> bool:
     return all(table.integer(row, column) == value for column, value in shape.items())
 
 
@@ -84,7 +76,7 @@ def _operators(path: Path, model: ModelSpec, names: Sequence[str] = OPERATORS) -
     table = Table(path, [*needed, "num_tokens", "num_tensor_parallel_workers", *shape])
     times: defaultdict[int, defaultdict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
     for row in range(len(table)):
-        if not _check_model(table, row, model, shape):
+        if not _has_shape(table, row, shape):
             continue
         total = sum(table.number(row, f"time_stats.{name}.median", 0.0) for name in names)
         tp, tokens = table.integer(row, "num_tensor_parallel_workers"), table.integer(row, "num_tokens")
@@ -102,7 +94,7 @@ def _layers(path: Path, model_name: str, model: ModelSpec, linear: Mapping[int, 
     times: defaultdict[tuple[int, int, int, int], list[float]] = defaultdict(list)
     for row in range(len(table)):
         tp = table.integer(row, "num_tensor_parallel_workers")
-        if tp not in linear or not _check_model(table, row, model, shape):
+        if tp not in linear or not _has_shape(table, row, shape):
             continue
         prompt = table.text(row, "is_prefill").lower() == "true"
         batch, cached = table.integer(row, "batch_size"), table.integer(row, "kv_cache_size")

@@ -60,24 +60,19 @@ class ModelWork:
         config = DecoderConfig.from_spec(spec)
         positions = max(config.max_position_embeddings, longest)
         config = msgspec.structs.replace(config, max_position_embeddings=positions)
-        self._decoder = Decoder.random(config, device=device, dtype=dtype, seed=seed, num_layers=num_layers)
-        self._pool = KVPool(self._decoder.config, num_layers * kv_blocks, BLOCK_TOKENS, 1, device, dtype)
+        self.decoder = Decoder.random(config, device=device, dtype=dtype, seed=seed, num_layers=num_layers)
+        self._pool = KVPool(self.decoder.config, num_layers * kv_blocks, BLOCK_TOKENS, 1, device, dtype)
         _fill(self._pool.data, seed)
         self._seed = seed
         self._capture = capture
         self._pieces: tuple[int, PieceGraphs] | None = None
-
-    @property
-    def decoder(self) -> Decoder:
-        """The layers built."""
-        return self._decoder
 
     def works(self, point: Point) -> Iterator[Work]:
         """What executes a point of this model, execution by execution, on random data; prompts of new lengths each."""
         seed = crc32(msgspec.json.encode(point), self._seed)
         if point.op == "lm_head":
             rows = self._hidden(point.batch_size, seed)
-            yield from repeat(lambda: self._decoder.logits(rows))
+            yield from repeat(lambda: self.decoder.logits(rows))
         tables = self._tables(point, np.random.default_rng(seed))
         hidden = self._hidden(point.batch_size * (point.new_tokens + point.draw) + point.decodes, seed)
         decodes = [1] * point.decodes
@@ -85,7 +80,7 @@ class ModelWork:
         work: Work | None = None
         for lengths in drawn_lengths(point, seed):
             if work is None or point.draw:
-                batch = AttentionBatch.build([*lengths, *decodes], cached, tables, BLOCK_TOKENS, self._decoder.device)
+                batch = AttentionBatch.build([*lengths, *decodes], cached, tables, BLOCK_TOKENS, self.decoder.device)
                 work = self._work(point, batch, hidden[: sum(lengths) + point.decodes])
             yield work
 
@@ -93,10 +88,10 @@ class ModelWork:
         pool = self._pool
         if point.graph == PIECES:
             pieces = self._pieces_of(captured_size(batch.num_tokens))
-            tokens = torch.zeros(batch.num_tokens, dtype=torch.int64, device=self._decoder.device)
+            tokens = torch.zeros(batch.num_tokens, dtype=torch.int64, device=self.decoder.device)
             return lambda: pieces.layers(tokens, batch, pool)
-        built = len(self._decoder.layers)
-        order = [(self._decoder.layers[index % built], index % built) for index in range(point.num_layers)]
+        built = len(self.decoder.layers)
+        order = [(self.decoder.layers[index % built], index % built) for index in range(point.num_layers)]
 
         def run_layers() -> Tensor:
             states = hidden
@@ -115,8 +110,8 @@ class ModelWork:
         if self._pieces is None or self._pieces[0] != size:
             self._pieces = None
             with telling_capture():
-                capture = self._capture or CudaCapture(self._decoder.device)
-                self._pieces = size, PieceGraphs(self._decoder, [size], capture)
+                capture = self._capture or CudaCapture(self.decoder.device)
+                self._pieces = size, PieceGraphs(self.decoder, [size], capture)
         return self._pieces[1]
 
     def _tables(self, point: Point, rng: np.random.Generator) -> np.ndarray:
@@ -132,8 +127,8 @@ class ModelWork:
         return np.ascontiguousarray(np.broadcast_to(tables, (layers, point.sequences, width)))
 
     def _hidden(self, rows: int, seed: int) -> Tensor:
-        device, dtype = self._decoder.device, self._decoder.dtype
-        shape = (rows, self._decoder.config.hidden_size)
+        device, dtype = self.decoder.device, self.decoder.dtype
+        shape = (rows, self.decoder.config.hidden_size)
         return torch.randn(shape, device=device, dtype=dtype, generator=torch.Generator(device).manual_seed(seed))
 
 

@@ -90,21 +90,16 @@ def cpu_name() -> str:
 def capacity_of(device: torch.device) -> Capacity:
     """What decides which shapes are worth planning, as of now."""
     host = psutil.virtual_memory().available
-    if device.type == "cpu":
-        flops, rate = CPU_RATES
-        return Capacity(
-            device_bytes=host, host_bytes=host, cache_bytes=CPU_CACHE_BYTES, num_gpus=0, flops_per_s=flops,
-            bytes_per_s=rate, graphs=False,
-        )  # fmt: skip
-    flops, rate = CUDA_RATES
+    cuda = device.type == "cuda"
+    flops, rate = CUDA_RATES if cuda else CPU_RATES
     return Capacity(
-        device_bytes=torch.cuda.mem_get_info(device)[0],
+        device_bytes=torch.cuda.mem_get_info(device)[0] if cuda else host,
         host_bytes=host,
-        cache_bytes=torch.cuda.get_device_properties(device).L2_cache_size,
-        num_gpus=torch.cuda.device_count(),
+        cache_bytes=torch.cuda.get_device_properties(device).L2_cache_size if cuda else CPU_CACHE_BYTES,
+        num_gpus=torch.cuda.device_count() if cuda else 0,
         flops_per_s=flops,
         bytes_per_s=rate,
-        graphs=True,
+        graphs=cuda,
     )
 
 

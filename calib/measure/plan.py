@@ -52,32 +52,22 @@ def make_plan(
         ops: measure only these operations; None: all.
     """
     grid = QUICK if quick else FULL
-    wanted: list[Point] = []
-    left_out: dict[Point, str] = {}
+    faults = {point: _host_fault(point, limits) for point in _machine_points(grid, limits)}
     built: dict[str, int] = {}
-    for point in _machine_points(grid, limits):
-        _sort_in(point, _host_fault(point, limits), wanted, left_out)
     for name, spec in models.items():
         shapes = ModelPoints(name, spec, limits, grid, quick, element_bytes)
         built[name] = shapes.built
-        for point in shapes.points():
-            _sort_in(point, shapes.fault(point), wanted, left_out)
-    points = [p for p in dict.fromkeys(wanted) if ops is None or p.op in ops]
+        faults |= {point: shapes.fault(point) for point in shapes.points()}
+    faults = {point: fault for point, fault in faults.items() if ops is None or point.op in ops}
+    points = [point for point, fault in faults.items() if not fault]
     return Plan(
         points=points,
-        left_out={p: reason for p, reason in left_out.items() if ops is None or p.op in ops},
+        left_out={point: fault for point, fault in faults.items() if fault},
         built_layers=built,
         kv_blocks={name: max([1, *(p.blocks for p in points if p.model == name)]) for name in models},
         longest={name: max((p.length for p in points if p.model == name), default=1) for name in models},
         copy_bytes=max((p.num_bytes for p in points if p.op != "all_reduce"), default=0),
     )
-
-
-def _sort_in(point: Point, fault: str, wanted: list[Point], left_out: dict[Point, str]) -> None:
-    if fault:
-        left_out[point] = fault
-    else:
-        wanted.append(point)
 
 
 def _machine_points(grid: Grid, limits: Capacity) -> Iterator[Point]:
