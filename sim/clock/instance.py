@@ -129,7 +129,7 @@ class Instance:
                 start_s = now_s if now_s > free_s else free_s
                 newer = self._run_ahead(plan, start_s) if plan.max_steps > 1 else pricer.step(plan, start_s)
                 free_s = newer.end_s
-                if reports_copies:
+                if reports_copies or plan.awaited:
                     now_s = self._launched_s(plan, now_s)
                 self.iterations += newer.iterations
                 if observer is not None:

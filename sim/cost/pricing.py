@@ -11,7 +11,7 @@ from sim.cost.host import after_host_s, run_beside_host
 from sim.cost.lanes import Lane, pipelined_s, restored_s, streamed_s
 from sim.cost.model import CostModel, run_s, steps_until
 from sim.cost.restoring import LayerSplit, StateBytes, restore_times
-from sim.engine.changes import D2H, H2D, Direction, Move, Projected, Rebuilt, Restore, Streamed, Tier
+from sim.engine.changes import D2H, H2D, Direction, Gathered, Move, Projected, Rebuilt, Restore, Streamed, Tier
 from sim.engine.layers import SEND_BUFFER_LAYERS
 from sim.engine.plan import IterationPlan, StepTimes
 
@@ -271,11 +271,15 @@ class Pricer:
     def _streams(self, plan: IterationPlan) -> tuple[float, float]:
         """Seconds of the copies in and out between the layers, alone on their lanes."""
         read = written = 0
+        gathered_s = 0.0
         for record in plan.streamed:
-            read += record.num_read
+            if isinstance(record, Gathered):
+                gathered_s += record.num_read * record.s_per_block
+            else:
+                read += record.num_read
             written += record.num_written
         out_s = self._out_s(written) if written else 0.0
-        in_s = self._in_s(read)
+        in_s = self._in_s(read) + gathered_s
         for record in plan.streamed:
             if isinstance(record, Projected) and record.num_tokens:
                 # Inputs of a layer lie together: one piece each.

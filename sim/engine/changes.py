@@ -209,6 +209,15 @@ class Streamed(NamedTuple):
     num_written: int
 
 
+class Gathered(NamedTuple):
+    """As `Streamed`, by kernels that copy at the link's rate, however small the blocks: each takes `s_per_block`, s."""
+
+    num_groups: int
+    num_read: int
+    num_written: int
+    s_per_block: float
+
+
 class Projected(NamedTuple):
     """As `Streamed`, but the KV of `num_tokens` tokens (of all such sequences) is made from their inputs to the layers.
 

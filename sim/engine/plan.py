@@ -9,7 +9,7 @@ from enum import Enum
 from math import inf
 from typing import Final, NamedTuple
 
-from sim.engine.changes import Change, Move, Projected, Rebuilt, Restore, Streamed
+from sim.engine.changes import Change, Gathered, Move, Projected, Rebuilt, Restore, Streamed
 from sim.engine.sequence import Sequence
 
 
@@ -160,7 +160,7 @@ class IterationPlan:
         self.behind_blocks = 0
         self.pulled: tuple[Move, ...] = ()
         """Copies from other engines (`Tier.PEER`) to start now, which nothing in this iteration waits for."""
-        self.streamed: tuple[Streamed | Projected | Rebuilt, ...] = ()
+        self.streamed: tuple[Streamed | Gathered | Projected | Rebuilt, ...] = ()
         """KV on the host that the layers of the computation wait for."""
         self.added_s = 0.0
         """Of each iteration, on top of all else: finding blocks in a map table; drafting tokens and verifying them."""

@@ -1,7 +1,8 @@
 """Small random workloads and settings for SGLang's own scheduler, and its answers.
 
-    python make_cases_sglang.py PYTHON ORACLE                   # those that are stored, into `cases_sglang`
+    python make_cases_sglang.py PYTHON ORACLE                   # those that are stored, into `cases_sglang*`
     python make_cases_sglang.py PYTHON ORACLE FOLDER 0 1000     # seeds 0 to 999, for `python sglang_replay.py FOLDER`
+    python make_cases_sglang.py PYTHON ORACLE FOLDER 0 40 copying   # with copies that take time
 
 PYTHON is that of an environment with sglang 0.5.23, ORACLE as in `sglang_ask.py`. A seed gives the same case each time.
 """
@@ -19,6 +20,8 @@ CASES = HERE / "cases_sglang"
 SEEDS = (
     2007, 2012, 2036, 2038, 2041, 2043, 2056, 2058, 2084, 2097, 2098, 10001, 10009, 10031, 10044, 10109,
 )  # fmt: skip
+COPYING = HERE / "cases_sglang_copying"
+COPYING_SEEDS = 102, 106, 109, 110, 115, 119, 125, 131, 139
 COSTS = (
     "0.005,4e-5,2e-9,0.02,2e-5,6e-7",
     # Every step as long: arrivals fall exactly on boundaries.
@@ -48,6 +51,8 @@ class Workload:
         self.num_ids = 1000
         self.stems = [list(range(100 * i, 100 * i + 80)) for i in range(dice.randint(1, 3))]
         self.talks: list[tuple[int, int, list[int], list[int]]] = []
+        self.beyond: dict[str, float] = {}
+        """Settings that are not the oracle's own (`sglang_ask.py`)."""
 
     def _burst(self) -> float:
         return self.dice.choice([0.0, 0.0, 0.0, 0.3])
@@ -153,21 +158,34 @@ class Workload:
         return list(map(str, [*found, "--extra", json.dumps(extra)]))
 
 
-def ask(python: str, oracle: str, folder: Path, seeds: list[int]) -> None:
+class Copying(Workload):
+    """With HiCache, whose copies take time."""
+
+    def arguments(self) -> list[str]:
+        found = [argument for argument in super().arguments() if argument != "--no-radix"]
+        if "--hicache" not in found:
+            write = self.dice.choice(["write_through", "write_through", "write_through_selective", "write_back"])
+            found += ["--hicache", write, "--hicache-ratio", str(self.dice.choice([0.5, 1.0, 1.2, 2.0, 4.0]))]
+        self.beyond = {"copy_s": self.dice.choice([2e-5, 2e-4, 1e-3])}
+        return found
+
+
+def ask(python: str, oracle: str, folder: Path, seeds: list[int], kind: type[Workload] = Workload) -> None:
     """SGLang's answers to those seeds, compressed, into `folder`."""
     with tempfile.TemporaryDirectory() as made:
-        place, jobs, known = Path(made), [], {}
+        place, jobs, known, settings = Path(made), [], {}, {}
         for seed in seeds:
-            workload = Workload(seed)
+            workload = kind(seed)
             rows, arguments = workload.rows(), workload.arguments()
-            known[seed] = rows
+            known[seed], settings[seed] = rows, workload.beyond
             lines = ["arrival_s,prompt_tokens,output_tokens,hash_ids,hash_block_tokens,output_hash_ids,priority"]
             for at, prompt, output, ids, answer, priority in rows:
                 names = ",".join((" ".join(map(str, ids)), "16", " ".join(map(str, answer))))
                 lines.append(f"{at!r},{prompt},{output},{names},{priority}")
             trace = place / f"{seed:05}.csv"
             trace.write_text("\n".join(lines) + "\n", encoding="utf-8")
-            jobs.append(json.dumps([str(trace), "--out", str(place / f"{seed:05}.json"), *arguments]))
+            beyond = [word for name, value in workload.beyond.items() for word in (f"--{name}", str(value))]
+            jobs.append(json.dumps([str(trace), "--out", str(place / f"{seed:05}.json"), *arguments, *beyond]))
         (place / "jobs").write_text("\n".join(jobs) + "\n", encoding="utf-8")
         script = str(HERE / "sglang_ask.py")
         subprocess.run([python, script, oracle, str(place / "jobs")], check=True, stdout=subprocess.DEVNULL)
@@ -179,8 +197,12 @@ def ask(python: str, oracle: str, folder: Path, seeds: list[int]) -> None:
                 continue
             found = json.loads(answer.read_text(encoding="utf-8"))
             found["workload"] = known[seed]
+            found["args"] |= settings[seed]
             data = json.dumps(found, separators=(",", ":")).encode()
             (folder / f"{seed:05}.json.gz").write_bytes(gzip.compress(data, mtime=0))
+
+
+KINDS = {"": Workload, "copying": Copying}
 
 
 def main() -> None:
@@ -188,9 +210,10 @@ def main() -> None:
     if rest:
         seeds = list(range(int(rest[1]), int(rest[2])))
         for begin in range(0, len(seeds), 50):
-            ask(python, oracle, Path(rest[0]), seeds[begin : begin + 50])
+            ask(python, oracle, Path(rest[0]), seeds[begin : begin + 50], KINDS[" ".join(rest[3:])])
     else:
         ask(python, oracle, CASES, list(SEEDS))
+        ask(python, oracle, COPYING, list(COPYING_SEEDS), Copying)
 
 
 if __name__ == "__main__":

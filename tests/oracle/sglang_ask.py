@@ -3,7 +3,8 @@
     python sglang_ask.py ORACLE JOBS      # in an environment where sglang 0.5.23 is installed
 
 ORACLE is a script that drives SGLang's `Scheduler` over a virtual clock and writes an answer in the form that
-`sglang_replay.py` reads. JOBS has a line of JSON a workload: that script's arguments. A line is printed for each: 0, or
+`sglang_replay.py` reads. JOBS has a line of JSON a workload: that script's arguments, and perhaps `--copy_s`, seconds
+that a token takes between GPU and host (`sglang_copies.py`; by default nothing). A line is printed for each: 0, or
 the status that the script ended with.
 """
 
@@ -16,6 +17,8 @@ import runpy
 import sys
 import types
 from pathlib import Path
+
+import sglang_copies
 
 LIMIT_S = 120
 
@@ -74,7 +77,13 @@ def main() -> None:
             resource.setrlimit(resource.RLIMIT_CPU, (LIMIT_S, LIMIT_S))
             sys.argv = [oracle, *json.loads(line)]
             try:
-                runpy.run_path(oracle, run_name="__main__")
+                if "--copy_s" in sys.argv:
+                    place = sys.argv.index("--copy_s")
+                    _, copy_s = sys.argv[place : place + 2]
+                    del sys.argv[place : place + 2]
+                    sglang_copies.run(oracle, float(copy_s))
+                else:
+                    runpy.run_path(oracle, run_name="__main__")
             except BaseException:
                 import traceback  # noqa: PLC0415
 

@@ -1,7 +1,8 @@
 """Our `sglang` against SGLang 0.5.23's own scheduler: decisions, times to 1e-6 s, hits, evictions, loads.
 
-`cases_sglang/` holds its answers on small random workloads (`make_cases_sglang.py`, `sglang_ask.py`); longer ones lie
-in the folder `../shared/oracle/sglang` of some checkouts.
+`cases_sglang/` holds its answers on small random workloads (`make_cases_sglang.py`, `sglang_ask.py`), and
+`cases_sglang_copying/` such where HiCache's copies take time (`sglang_copies.py`); longer ones lie in the folder
+`../shared/oracle/sglang` of some checkouts.
 """
 
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 from sglang_replay import differences, first_difference, read, replay
 
 CASES = sorted((Path(__file__).parent / "cases_sglang").glob("*.json.gz"))
+COPYING = sorted((Path(__file__).parent / "cases_sglang_copying").glob("*.json.gz"))
 SHARED = Path(__file__).resolve().parents[3] / "shared" / "oracle" / "sglang"
 ANSWERS = sorted((SHARED / "answers").glob("*.json"))
 
@@ -19,6 +21,14 @@ jumped_and_stepped = pytest.mark.parametrize("jump", [True, False], ids=["jumped
 @jumped_and_stepped
 @pytest.mark.parametrize("path", CASES, ids=lambda path: path.name.removesuffix(".json.gz"))
 def test_every_decision_is_sglangs_on_nasty_workloads(path: Path, jump: bool) -> None:
+    answer = read(path)
+    found = replay(answer, path.parent, jump=jump)
+    assert differences(found, answer) == [], first_difference(found, answer)
+
+
+@jumped_and_stepped
+@pytest.mark.parametrize("path", COPYING, ids=lambda path: path.name.removesuffix(".json.gz"))
+def test_every_decision_is_sglangs_where_copies_take_time(path: Path, jump: bool) -> None:
     answer = read(path)
     found = replay(answer, path.parent, jump=jump)
     assert differences(found, answer) == [], first_difference(found, answer)

@@ -129,16 +129,17 @@ class ExtendFirst(Batching):
     # -- a step ------------------------------------------------------------------------------------------------------
 
     def fill(self, plan: IterationPlan, now_s: float) -> None:
-        self.tree.finish_loads()
+        self.tree.begin_step()
         self._merge()
         if not self._prefill(plan, now_s):
             if self.running:
                 self._decode(plan)
-            elif not self.queue.waiting and self.chunked is None and not self.scheduler.in_flight:
+            elif self._is_idle:
                 self.ratio = self._first_ratio
         self.eviction.requeue_victims()
         if not self._rows:
             return
+        self.tree.plan_copies(plan)
         if self.schedules_ahead:
             self._before = self.batch.last_token_s, dict(self.batch.late)
         if self.record is not None:
@@ -149,6 +150,10 @@ class ExtendFirst(Batching):
         settles = plan.chunks or self.scheduler.last_in_flight or any(self._to_settle)
         if not settles and not (waits and plan.cut_on_arrival):
             self.scheduler.allow_jump(plan)
+
+    @property
+    def _is_idle(self) -> bool:
+        return not (self.queue.waiting or self.chunked or self.scheduler.in_flight or self.tree.tree.is_copying)
 
     def _merge(self) -> None:
         """What the last step prefilled joins those that run; what has ended leaves them."""

@@ -9,17 +9,19 @@ Source: sglang 0.5.23, `mem_cache/common.py`, `allocation.py`, `unified_radix_ca
 from typing import TYPE_CHECKING, ClassVar
 
 from sim.engine.batch import DecodeBatch
-from sim.engine.changes import make_place, make_release
-from sim.engine.limits import Limits
+from sim.engine.changes import D2H, H2D, Gathered, Move, Tier, make_place, make_release
+from sim.engine.limits import Limits, TierCounters
 from sim.engine.plan import IterationPlan
 from sim.engine.sequence import Sequence, Status
 from sim.kv.index.block_keys import BlockKeys
 from sim.kv.memory import ALL_LAYERS, Memory
+from sim.kv.tiers.worth import Worth
 from sim.parts.needs import Need
 from sim.systems.sglang.options import SglangOptions
-from sim.systems.sglang.tree import Match, PrefixTree
+from sim.systems.sglang.tree import Match, Node, PrefixTree
 
 if TYPE_CHECKING:
+    from sim.engine.scheduler import Scheduler
     from sim.systems.builder import Builder
 
 LEAST_LOAD_TOKENS = 10
@@ -58,10 +60,16 @@ class TreeMemory(Memory):
     @classmethod
     def build(cls, b: "Builder") -> Memory:
         b.refuse_windows("memory=sglang-tree")
-        return cls(b.limits, b.options(SglangOptions))
+        cost = b.deployment.cost
+        # SGLang's kernels copy at the link's rate, however small the pages.
+        load_s, write_s = (cost.copy_s(b.limits.block_bytes, 0, direction) for direction in (H2D, D2H))
+        return cls(b.limits, b.options(SglangOptions), load_s, write_s, Worth.of(b, load_s))
 
-    def __init__(self, limits: Limits, options: SglangOptions) -> None:
+    def __init__(
+        self, limits: Limits, options: SglangOptions, load_s_per_page: float, write_s_per_page: float, worth: Worth
+    ) -> None:
         super().__init__(limits)
+        self._load_s, self._write_s, self._worth = load_s_per_page, write_s_per_page, worth
         self.caches_prefixes = limits.enable_prefix_caching
         size, pages = limits.block_size, limits.num_gpu_blocks
         host_pages = int(pages * size * options.hicache_ratio) // size + 1 if options.enable_hierarchical_cache else 0
@@ -71,6 +79,13 @@ class TreeMemory(Memory):
             write_policy=options.hicache_write_policy,
             least_load=-(-LEAST_LOAD_TOKENS // size),
         )
+        self.tier = TierCounters(num_blocks=host_pages)
+        self._num_loading = 0
+        """Pages that the step being planned brings to the GPU."""
+        self._writer: Sequence | None = None
+        self._num_copied = 0
+        self._writes: dict[Move, list[Node]] = {}
+        self._ended_writes: list[Node] = []
         self._by_priority = options.enable_priority_scheduling
         self.unused = pages
         """Pages without content."""
@@ -80,6 +95,11 @@ class TreeMemory(Memory):
         self._next_private_key = -1
         self._stops: dict[int, int] = {}
         """Of a page whose last token is a stop, by what it would be without."""
+
+    def bind(self, scheduler: "Scheduler") -> None:
+        super().bind(scheduler)
+        if self.tree.has_host:
+            scheduler.counters.tiers["host"] = self.tier
 
     def _settle(self) -> None:
         """The pool's books: what is unused or idle is free."""
@@ -167,13 +187,63 @@ class TreeMemory(Memory):
         self.unused -= pages
         tree.loaded(anchor, pin)
         self._settle()
+        self._num_loading += pages
+        self._count_load(seq, held.match.pages, pages)
         held.match = Match(anchor, held.match.pages + pages, anchor, 0)
         return pages * self.block_size
 
-    def finish_loads(self) -> None:
-        """A step begins: what was loaded for the last one has arrived."""
-        self.tree.finish_loads()
+    def _count_load(self, seq: Sequence, first: int, pages: int) -> None:
+        tier, begin, end = self.tier, first * self.block_size, (first + pages) * self.block_size
+        saved_s = self._worth.recompute_s(seq, begin, end) - self._worth.load_s(pages)
+        tier.num_loads += 1
+        tier.hit_tokens += end - begin
+        tier.saved_s += max(0.0, saved_s)
+        tier.lost_s += max(0.0, -saved_s)
+
+    # -- copies --------------------------------------------------------------------------------------------------------
+
+    def begin_step(self) -> None:
+        """See what copies have ended, and begin those that are due (`check_hicache_events`).
+
+        A copy to the host waits for the steps launched before: it begins with the one being planned.
+        """
+        tree, scheduler = self.tree, self.scheduler
+        if not tree.has_host:
+            return
+        nodes, pages = tree.begin_writing()
+        if nodes and self._write_s:
+            move = self._copy(pages)
+            self._writes[move] = nodes
+            scheduler.beside.append(move)
+        else:
+            self._ended_writes += nodes
+        ended, self._ended_writes = self._ended_writes, []
+        tree.written(ended)
+        tree.finish_loads(in_flight=bool(self._load_s and scheduler.in_flight))
         self._settle()
+
+    def _copy(self, pages: int) -> Move:
+        assert self._writer is not None, "what is written has been computed"
+        # Of several nodes: the tokens say which copy it is.
+        begin = self._num_copied
+        self._num_copied = end = begin + pages * self.block_size
+        return Move(self._writer, ALL_LAYERS, begin, end, Tier.GPU, Tier.HOST, pages, 0, True, self._write_s)
+
+    def transfer_done(self, move: Move) -> None:
+        self._ended_writes += self._writes.pop(move, ())
+
+    def plan_copies(self, plan: IterationPlan) -> None:
+        """Of a step that is planned: what its layers wait for, and what is written back before it begins."""
+        tree, tier = self.tree, self.tier
+        if self._num_loading and self._load_s:
+            plan.streamed += (Gathered(1, self._num_loading, 0, self._load_s),)
+        self._num_loading = 0
+        if tree.num_written_back and self._write_s:
+            move = self._copy(tree.num_written_back)
+            self.scheduler.beside.append(move)
+            plan.awaited += (move,)
+        tree.num_written_back = 0
+        tier.stored_blocks, tier.evicted_blocks = tree.num_written, tree.num_host_evicted
 
     def hold(self, seq: Sequence) -> int:
         """`seq` is admitted: what it hits is its own. Returns how many tokens that are."""
@@ -210,6 +280,7 @@ class TreeMemory(Memory):
 
     def _insert(self, seq: Sequence, held: Held, num_tokens: int) -> None:
         tree, size = self.tree, self.block_size
+        self._writer = seq
         pages = num_tokens // size
         priority = seq.request.priority if self._by_priority else 0
         node, copies = tree.insert(held.keys, pages, held=held.protected, counted=held.counted, priority=priority)

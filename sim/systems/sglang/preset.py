@@ -9,7 +9,11 @@ Assumed:
 - A trace names blocks of tokens; prompts that part within a block share nothing of it.
 - The pool is sized as vLLM's (`max-total-tokens` says otherwise), and half as many requests run as it has tokens.
 - A prompt that SGLang refuses is ignored; there it passes the queue as one token.
-- HiCache's copies take no time. Storage behind the host (L3), hybrid models and windows have no tree here.
+- HiCache's copies go at the link's rate, whatever the page: SGLang's kernels gather. Prices without a copy's (`linear`
+  with 0 s a block) have free ones, over at once.
+- What is written back is waited for, by the host as well. In SGLang the tokens of the step in flight are told after
+  that (here: when they are computed), and what a step loads may come meanwhile (here: after it).
+- Storage behind the host (L3), hybrid models and windows have no tree here.
 - Several victims of one preemption return to the queue in the order in which they ran; SGLang has them in a set.
 """
 

@@ -93,13 +93,22 @@ class PrefixTree:
         self.root = Node(None, (), self._tick())
         self.num_idle = 0
         """Pages on the GPU that nothing holds."""
-        self.num_evicted = self.num_loaded = self.num_written = 0
+        self.num_evicted = self.num_loaded = self.num_written = self.num_host_evicted = 0
         self._leaves: dict[Node, None] = {}
         """Idle nodes on the GPU without children there."""
         self._host_leaves: dict[Node, None] = {}
         self._copies: dict[Node, None] = {}
         """Nodes that were on both sides when last looked at, in the order in which they came to be."""
         self._loads: list[tuple[Node, int]] = []
+        # Of the step in flight.
+        self._loading: list[tuple[Node, int]] = []
+        # Nodes whose copies to the host are yet to begin, and of how many pages; they stay on the GPU until `written`.
+        self._to_write: list[Node] = []
+        self._pages_to_write = 0
+        # Nodes whose copies are under way.
+        self._num_writing = 0
+        self.num_written_back = 0
+        """Pages that the step being planned waits for: their copies must end before others use them."""
 
     def _tick(self) -> float:
         self._clock += 1
@@ -354,7 +363,32 @@ class PrefixTree:
         self.host_unused -= len(node.keys)
         self.num_written += len(node.keys)
         node.on_host = True
+        if self.writes_back:
+            self.num_written_back += len(node.keys)
+        else:
+            self.lock(node)
+            self._to_write.append(node)
+            # It may be split before the copy begins.
+            self._pages_to_write += len(node.keys)
         return True
+
+    def begin_writing(self) -> tuple[list[Node], int]:
+        """The nodes whose copies begin now, as one, and how many pages these have."""
+        nodes, pages = self._to_write, self._pages_to_write
+        self._to_write, self._pages_to_write = [], 0
+        self._num_writing += len(nodes)
+        return nodes, pages
+
+    def written(self, nodes: list[Node]) -> None:
+        """Their copies have ended."""
+        self._num_writing -= len(nodes)
+        for node in nodes:
+            self.unlock(node)
+
+    @property
+    def is_copying(self) -> bool:
+        """Whether any copy is under way, or about to begin."""
+        return bool(self._to_write or self._num_writing or self._loads or self._loading)
 
     def _note_copy(self, node: Node) -> None:
         if node.on_gpu and node.on_host and node.loading is None:
@@ -368,6 +402,7 @@ class PrefixTree:
         for node in self._by_rank(self._host_leaves) if freed < pages else ():
             freed += len(node.keys)
             self.host_unused += len(node.keys)
+            self.num_host_evicted += len(node.keys)
             node.on_host = False
             self._remove(node)
             if freed >= pages:
@@ -432,9 +467,14 @@ class PrefixTree:
         self.lock(anchor)
         self._loads.append((anchor, pin))
 
-    def finish_loads(self) -> None:
-        """What was on its way has arrived."""
-        for anchor, pin in self._loads:
+    def finish_loads(self, *, in_flight: bool = False) -> None:
+        """What was on its way has arrived, but for what the step `in_flight` loads."""
+        arrived, self._loading = self._loading, self._loads
+        if not in_flight:
+            arrived += self._loading
+            self._loading = []
+        self._loads = []
+        for anchor, pin in arrived:
             self.unlock(anchor)
             self.unpin(anchor, pin)
             node = anchor
@@ -443,7 +483,6 @@ class PrefixTree:
                     node.loading = None
                     self._note_copy(node)
                 node = _parent(node)
-        self._loads.clear()
 
     # -- for orders, and for recounts ----------------------------------------------------------------------------------
 
