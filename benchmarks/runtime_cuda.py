@@ -31,7 +31,7 @@ from gpu_runtime.machine.threads import use_fastest_threads  # noqa: E402
 from gpu_runtime.model.attention_batch import AttentionBatch  # noqa: E402
 from gpu_runtime.model.backend import activate_flash, check_backend  # noqa: E402
 from gpu_runtime.model.config import DecoderConfig  # noqa: E402
-from gpu_runtime.model.decode_graph import DecodeGraph  # noqa: E402
+from gpu_runtime.model.decode_graph import CudaCapture, DecodeGraph  # noqa: E402
 from gpu_runtime.model.decoder import Decoder  # noqa: E402
 from gpu_runtime.model.flashinfer_kernels import build_kernels  # noqa: E402
 from gpu_runtime.model.kernels import Kernels  # noqa: E402
@@ -171,7 +171,7 @@ class Rig:
             batch = AttentionBatch.build([1] * sequences, [context] * sequences, ids, BLOCK, self.device)
             tokens = torch.zeros(sequences, dtype=torch.int64, device=self.device)
             return timed(self.device, lambda: self.decoder.forward(tokens, batch, pool))
-        graph = DecodeGraph(self.decoder, pool, [sequences], blocks)
+        graph = DecodeGraph(self.decoder, pool, [sequences], blocks, capture=CudaCapture(self.device))
         tables = [ids[:, i] for i in range(sequences)]
         return timed(self.device, lambda: graph.run([0] * sequences, [context + 1] * sequences, tables))
 

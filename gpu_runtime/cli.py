@@ -255,24 +255,17 @@ def decoder_for(scenario: Scenario, options: "LiveOptions") -> "tuple[Scenario, 
     from gpu_runtime.other_rank import serve_others  # noqa: PLC0415
     from gpu_runtime.ranks import FirstGroup  # noqa: PLC0415
 
-    if scenario.pipeline_parallel_size not in (None, 1):
-        raise UserError(
-            f"--pipeline-parallel-size: {scenario.pipeline_parallel_size} stages; the live runtime has one: simulate"
-        )
-    if scenario.num_engines != 1:
-        raise UserError(
-            f"{scenario.flag_of_engines}: {scenario.num_engines} engines; the live runtime serves from one: leave it "
-            "out, or simulate"
-        )
-    if scenario.quantization is not None:
-        raise UserError(
-            f"--quantization {scenario.quantization}: the live runtime computes with weights as they are; leave it out"
-        )
-    if scenario.sparse_attention is not None:
-        raise UserError(
-            f"--sparse-attention {scenario.sparse_attention}: the live runtime attends to the whole context; leave it "
-            "out, or simulate"
-        )
+    stages, engines = scenario.pipeline_parallel_size, scenario.num_engines
+    weights, attention = scenario.quantization, scenario.sparse_attention
+    leave = "leave it out, or simulate"
+    for is_asked, asked, why in (
+        (stages not in (None, 1), f"--pipeline-parallel-size: {stages} stages;", "has one: simulate"),
+        (engines != 1, f"{scenario.flag_of_engines}: {engines} engines;", f"serves from one: {leave}"),
+        (weights is not None, f"--quantization {weights}:", "computes with weights as they are; leave it out"),
+        (attention is not None, f"--sparse-attention {attention}:", f"attends to the whole context; {leave}"),
+    ):
+        if is_asked:
+            raise UserError(f"{asked} the live runtime {why}")
     if scenario.dtype == "auto":
         scenario = replace(scenario, dtype=default_dtype(options.device))
     stored_dtype(scenario.kv_cache_dtype, DTYPES[scenario.dtype], options.device)

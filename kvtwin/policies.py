@@ -41,10 +41,7 @@ def _about(name: str | None) -> list[str]:
     for option in options:
         default = option.field.default
         text = option.field.metadata["help"] + ("" if default is None else f" (default {default})")
-        lines += [
-            f"  {flag(option.full_name)}",
-            *(f"      {line}" for line in wrap(text, WIDTH, break_on_hyphens=False)),
-        ]
+        lines += [f"  {flag(option.full_name)}", *_indented(text)]
     return lines
 
 

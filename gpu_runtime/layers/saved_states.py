@@ -16,7 +16,7 @@ from gpu_runtime.kv.copies import KVCopies
 from gpu_runtime.kv.copy_engine import CopyEngine, CopyFailed
 from gpu_runtime.kv.copy_worker import CopyHandle
 from gpu_runtime.kv.pool import KVPool
-from gpu_runtime.kv.replay.state_placement import SavingPlacement, StateRestore
+from gpu_runtime.kv.replay.state_placement import StatePlacement, StateRestore
 from gpu_runtime.kv.replay.turn_placement import TurnPlacement
 from gpu_runtime.kv.token_rows import TokenRows, token_places
 from gpu_runtime.layers.layer_pass import Graphs, LayerPass
@@ -50,7 +50,7 @@ class LiveStates:
     def __init__(
         self,
         memory: SavedStates | TieredStates,
-        placement: SavingPlacement,
+        placement: StatePlacement | TurnPlacement,
         decoder: Decoder,
         pool: KVPool,
         engine: CopyEngine,

@@ -83,15 +83,8 @@ def on_our_clock(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
             name = event["args"]["name"]
             if event["name"] == "process_name":
                 name = f"torch.profiler, first {PROFILED_ITERATIONS} iterations: {labels.get(event['pid'], name)}"
-            events.append(
-                {
-                    "ph": "M",
-                    "pid": pids[event["pid"]],
-                    "tid": event["tid"],
-                    "name": event["name"],
-                    "args": {"name": name},
-                }
-            )
+            kept = {key: event[key] for key in ("ph", "tid", "name")}
+            events.append({**kept, "pid": pids[event["pid"]], "args": {"name": name}})
     for event in work:
         moved = {key: event[key] for key in ("ph", "cat", "name", "tid", "dur")}
         events.append({**moved, "pid": pids[event["pid"]], "ts": event["ts"] - zero_us})

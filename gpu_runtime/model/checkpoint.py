@@ -52,10 +52,7 @@ class Checkpoint:
                     if self._config.fp8 and self._is_scale(name):
                         self._scales[name] = path
                         continue
-                    if name.endswith("rotary_emb.inv_freq") or (name, self._config.tie_word_embeddings) == (
-                        _HEAD,
-                        True,
-                    ):
+                    if name.endswith("rotary_emb.inv_freq") or (name == _HEAD and self._config.tie_word_embeddings):
                         continue
                     raise UserError(f"{path}: tensor {name} is not part of the model that config.json describes")
                 if name in self._files:

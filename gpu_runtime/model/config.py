@@ -163,29 +163,12 @@ class DecoderConfig(msgspec.Struct, frozen=True, kw_only=True):
             "a mixture of experts": spec.moe is not None,
             "sliding windows or layers that share KV": bool(spec.kv_layers),
         }
-        for what, found in refused.items():
+        for what, found in (refused | in_config).items():
             if found:
-                raise UserError(f"{spec.name}: model has {what}, which the runtime does not compute: use another model")
-        for what, found in in_config.items():
-            if found:
-                raise UserError(
-                    f"{spec.name}: model has {what}, which the runtime does not compute by sizes alone: give --model "
-                    "its config.json, or use another model"
-                )
-        return cls(
-            name=spec.name,
-            num_layers=spec.num_layers,
-            hidden_size=spec.hidden_size,
-            num_heads=spec.num_heads,
-            num_kv_heads=spec.num_kv_heads,
-            head_dim=spec.head_dim,
-            intermediate_size=spec.intermediate_size,
-            vocab_size=spec.vocab_size,
-            max_position_embeddings=spec.max_position_embeddings,
-            qkv_bias=spec.qkv_bias,
-            qk_norm=head_norms > 0,
-            tie_word_embeddings=spec.tie_word_embeddings,
-        )
+                why = " by sizes alone: give --model its config.json, or use" if what in in_config else ": use"
+                raise UserError(f"{spec.name}: model has {what}, which the runtime does not compute{why} another model")
+        # Fields of both names are the same sizes.
+        return msgspec.structs.replace(msgspec.convert(spec, cls, from_attributes=True), qk_norm=head_norms > 0)
 
 
 def _read(fields: Fields, name: str) -> DecoderConfig:

@@ -126,7 +126,7 @@ class DecodeGraph:
         max_blocks: int,
         *,
         by_layer: bool = False,
-        capture: Capture | None = None,
+        capture: Capture,
     ) -> None:
         """Capture a graph for each batch size, or with `by_layer` one for each and each layer.
 
@@ -136,19 +136,12 @@ class DecodeGraph:
             batch_sizes: to capture; the largest limits a batch.
             max_blocks: blocks per sequence and layer group at most.
             by_layer: let `run` act between layers.
-            capture: makes the graphs; None: as CUDA graphs.
-
-        Raises:
-            ValueError: no CUDA device.
+            capture: makes the graphs.
         """
-        if capture is None:
-            if decoder.device.type != "cuda":
-                raise ValueError(f"{decoder.config.name} is on {decoder.device}: CUDA graphs need a CUDA device")
-            capture = CudaCapture(decoder.device)
         # Graphs know addresses only: what is there must live as long.
         self._decoder, self._pool = decoder, pool
         self._sizes = sorted(batch_sizes)
-        self.by_layer, self._max_blocks = by_layer, max_blocks
+        self.by_layer = by_layer
         self._longest = min(max_blocks * pool.block_tokens, decoder.config.max_position_embeddings)
         largest, config = self._sizes[-1], decoder.config
         groups = pool.num_groups
@@ -215,11 +208,7 @@ class DecodeGraph:
             hidden.copy_(decoder.layers[index].forward(hidden, batch, pool, index))
 
         layers = [partial(compute, index) for index in range(len(decoder.layers))]
-        return [
-            lambda: hidden.copy_(decoder.embed(tokens)),
-            *layers,
-            lambda: keep(decoder.logits(hidden)),
-        ]
+        return [lambda: hidden.copy_(decoder.embed(tokens)), *layers, lambda: keep(decoder.logits(hidden))]
 
     def fits(self, num_seqs: int, longest: int) -> bool:
         """Whether `run` can compute so many decodes, the longest of which has so many tokens in the end."""

@@ -53,7 +53,12 @@ class Kernels:
 
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
         """[N, f] of [N, 2 f]: SiLU of the left half times the right one (SwiGLU, Shazeer 2020)."""
-        return silu_and_mul(gate_up)
+        if backend.uses_triton(gate_up):
+            from gpu_runtime.model import triton_layer  # noqa: PLC0415 (CUDA only)
+
+            return triton_layer.silu_and_mul(gate_up)
+        gate, up = gate_up.chunk(2, dim=-1)
+        return silu(gate) * up
 
     def planner(self, batch: AttentionBatch, pool: KVPool) -> PlanDecodes | None:
         """For a batch of decodes that is about to be captured as a graph; None where nothing need be planned."""
@@ -62,13 +67,3 @@ class Kernels:
     def working_bytes(self, num_graphs: int) -> int:
         """Bytes of the device that they take beside what a layer computes, with so many graphs."""
         return 0
-
-
-def silu_and_mul(gate_up: Tensor) -> Tensor:
-    """`Kernels.silu_and_mul`, ours."""
-    if backend.uses_triton(gate_up):
-        from gpu_runtime.model import triton_layer  # noqa: PLC0415 (CUDA only)
-
-        return triton_layer.silu_and_mul(gate_up)
-    gate, up = gate_up.chunk(2, dim=-1)
-    return silu(gate) * up

@@ -41,15 +41,17 @@ async def send_stream(http: web.Request, events: Events, reply: Reply, stop: Sto
     """Answer with server-sent events, one a token; `stop` as for `send_whole`."""
     response = web.StreamResponse(headers=SSE_HEADERS)
     async with _limited(http) as limit:
+        last = b""
         async for index, found in _until_ended(events, reply, stop):
+            fault = Refused(found.status, found.error) if isinstance(found, End) and found.error else None
             if not response.prepared:
-                if isinstance(found, End) and found.error:
-                    raise Refused(found.status, found.error)
+                if fault:
+                    raise fault
                 await response.prepare(http)
-            limit.reschedule(_later())
-            if isinstance(found, End) and found.error:
-                await response.write(event(error_object(Refused(found.status, found.error))) + DONE)
+            if fault:
+                last = event(error_object(fault)) + DONE
                 break
+            limit.reschedule(_later())
             choice = reply.choices[index]
             if isinstance(found, End):
                 data = reply.end(index, choice.end(found.reason))
@@ -60,9 +62,9 @@ async def send_stream(http: web.Request, events: Events, reply: Reply, stop: Sto
             await response.write(data)
             limit.reschedule(None)
         else:
-            limit.reschedule(_later())
-            await response.write(reply.end_all())
+            last = reply.end_all()
         limit.reschedule(_later())
+        await response.write(last)
         await response.write_eof()
         await _sent(http)
     return response

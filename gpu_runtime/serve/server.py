@@ -246,12 +246,10 @@ class Server:
         options, length = self._options, len(prompt)
         if not length:
             raise Refused(400, f"{name}: has no tokens; send some text", param=name)
-        if (largest := max(prompt)) >= options.vocab_size:
-            why = f"is beyond the vocabulary of {options.vocab_size} tokens"
-            raise Refused(400, f"{name}: token id {largest} {why}", param=name)
-        if (largest := max(ask.stop, default=0)) >= options.vocab_size:
-            why = f"is beyond the vocabulary of {options.vocab_size} tokens"
-            raise Refused(400, f"stop_token_ids: token id {largest} {why}", param="stop_token_ids")
+        for param, tokens in ((name, prompt), ("stop_token_ids", ask.stop)):
+            if (largest := max(tokens, default=0)) >= options.vocab_size:
+                why = f"is beyond the vocabulary of {options.vocab_size} tokens"
+                raise Refused(400, f"{param}: token id {largest} {why}", param=param)
         left = options.max_model_len - length
         max_tokens = ask.max_tokens
         if max_tokens is None:

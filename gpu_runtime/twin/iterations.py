@@ -5,7 +5,7 @@ Means agree by luck where errors cancel, and disagree where waiting magnifies sm
 
 import csv
 from collections import defaultdict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from io import StringIO
 from itertools import zip_longest
 from pathlib import Path
@@ -15,9 +15,10 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from gpu_runtime.twin.prices import PriceOf
+from sim.cost.pricing import Lanes, Pricer
 from sim.engine.plan import IterationPlan, StepTimes
 from sim.files import write_atomically
+from sim.run.prepare import Setup
 
 KINDS = ("decode", "prefill", "mixed")
 LEAST_JUDGED = 20
@@ -40,6 +41,8 @@ COLUMNS = {
     "priced_s": "What the twin's costs say of this very plan, s; empty where not asked for.",
 }
 """Columns of iterations.csv, and what they are."""
+
+PriceOf = Callable[[IterationPlan], float | None]
 
 
 class Decision(NamedTuple):
@@ -82,6 +85,25 @@ class Iteration(NamedTuple):
     duration_s: float
     priced_s: float | None = None
     """What the twin's costs say of this very plan, with nothing else on the machine; None where not asked for."""
+
+
+def plan_prices(setup: Setup, num_groups: int) -> PriceOf:
+    """What prices a plan: s from its decision to its tokens, by the setup's costs, with nothing else on the lanes.
+
+    None for plans that wait for copies of earlier ones, whose ends no plan tells. `num_groups` are those of layers that
+    a whole block is divided into (`Memory.num_groups`).
+    """
+
+    def price(plan: IterationPlan) -> float | None:
+        if plan.awaited:
+            return None
+        pricer = Pricer(
+            setup.cost, Lanes(), lambda end_s, move: None, layers=setup.model.num_layers, num_groups=num_groups,
+            block_bytes=setup.limits.block_bytes, hidden_bytes=setup.model.hidden_bytes_per_token_layer,
+        )  # fmt: skip
+        return pricer.step(plan, 0.0).first_end_s
+
+    return price
 
 
 class IterationLog:

@@ -130,21 +130,19 @@ class CheckedEngine(Engine):
 
     def __init__(self, scheduler: Scheduler, predictor: LengthPredictor, on_end: Callable[[Seq], None]) -> None:
         super().__init__(scheduler, predictor, on_end)
+        self.statuses: dict[Seq, Status] = {}
+        self.last = (scheduler.gpu.num_blocks, 0, 0)
         if not is_compiled():
             # Methods of compiled classes cannot be replaced.
             ask_twice(scheduler)
 
     def add_request(self, request: Request) -> Seq:
         seq = super().add_request(request)
-        if not hasattr(self, "statuses"):
-            self.statuses: dict[Seq, Status] = {}
         self.statuses[seq] = seq.status
         return seq
 
     def offer(self, seq: Seq) -> None:
         super().offer(seq)
-        if not hasattr(self, "statuses"):
-            self.statuses = {}
         self.statuses[seq] = seq.status
 
     def schedule(self, now_s: float) -> IterationPlan | None:
@@ -162,7 +160,7 @@ class CheckedEngine(Engine):
 
     def _check_statuses(self) -> None:
         """Every change since the last look is one that `TRANSITIONS` has, or two of them within one step."""
-        for seq, before in getattr(self, "statuses", {}).items():
+        for seq, before in self.statuses.items():
             now = seq.status
             if now is not before:
                 steps = TRANSITIONS[before]
@@ -187,10 +185,9 @@ class CheckedEngine(Engine):
     def _check(self) -> None:
         self._check_statuses()
         check_pools(self.scheduler)
-        pool = self.scheduler.gpu
-        before = getattr(self, "last", (pool.num_blocks, 0, 0))
+        pool, (free, released, allocated) = self.scheduler.gpu, self.last
         # Avail(t+1) = Avail(t) + Released(t) - Allocated(t)
-        assert pool.free == before[0] + (pool.num_released - before[1]) - (pool.num_allocated - before[2])
+        assert pool.free == free + (pool.num_released - released) - (pool.num_allocated - allocated)
         self.last = (pool.free, pool.num_released, pool.num_allocated)
 
 

@@ -13,7 +13,7 @@ from kvtwin.vllm.blocks import VllmBlocks
 from sim.cost.pricing import Lanes, Pricer
 from sim.engine.engine import Engine
 from sim.engine.itl import GapCollector
-from sim.engine.limits import Deployment, Limits
+from sim.engine.limits import Deployment
 from sim.engine.plan import IterationPlan, StepTimes
 from sim.engine.scheduler import Parts, Scheduler
 from sim.engine.sequence import IGNORED, Sequence
@@ -52,30 +52,26 @@ class Driver:
     """One engine.
 
     Args:
-        policy: the preset.
-        limits: vLLM's; `num_cpu_blocks` is 0.
-        deployment: what the preset predicts with.
-        seed: of predictions.
+        setup: the preset, what it predicts with, and vLLM's limits, whose `num_cpu_blocks` is 0.
         manager, preempt: as `VllmBlocks` has them.
         clock: now, s, on the clock of requests' arrivals.
     """
 
     def __init__(
         self,
-        policy: Policy,
-        limits: Limits,
-        deployment: Deployment,
+        setup: Setup,
         *,
-        seed: int,
         manager: "KVCacheManager",
         preempt: "Callable[[VllmRequest], None]",
         clock: Callable[[], float],
     ) -> None:
+        policy, limits = setup.policy, setup.limits
+        deployment = Deployment(setup.model, setup.hardware, setup.tp, setup.cost, setup.profile)
         self.memory = VllmBlocks(limits, manager, preempt)
         parts = policy.parts(limits, deployment)
         check_parts(policy, parts)
         scheduler = Scheduler(replace(parts, memory=self.memory), limits, GapCollector(), deployment)
-        self.engine = Engine(scheduler, policy.length_predictor(seed), self._end)
+        self.engine = Engine(scheduler, policy.length_predictor(setup.scenario.seed), self._end)
         self.refused: list[tuple[VllmRequest, str]] = []
         """Requests that the policy does not serve, and why, since this was last emptied."""
         self._clock = clock
@@ -89,20 +85,6 @@ class Driver:
             deployment.cost, self._lanes, lambda end_s, move: None, layers=deployment.model.num_layers, num_groups=1,
             block_bytes=limits.block_bytes,
         )  # fmt: skip
-
-    @classmethod
-    def of_setup(
-        cls,
-        setup: Setup,
-        *,
-        manager: "KVCacheManager",
-        preempt: "Callable[[VllmRequest], None]",
-        clock: Callable[[], float],
-    ) -> "Driver":
-        """The engine that `setup` describes."""
-        deployment = Deployment(setup.model, setup.hardware, setup.tp, setup.cost, setup.profile)
-        seed = setup.scenario.seed
-        return cls(setup.policy, setup.limits, deployment, seed=seed, manager=manager, preempt=preempt, clock=clock)
 
     def now_s(self) -> float:
         """Now, s. A clock that is set back stands still."""

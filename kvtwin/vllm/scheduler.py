@@ -44,7 +44,7 @@ class Preset(AsyncScheduler):
         self._ahead = vllm_config.scheduler_config.async_scheduling
         told = read_settings(vllm_config.additional_config)
         setup = make_setup(told, facts_of(vllm_config, self.block_size), self.default_policy)
-        self.driver = Driver.of_setup(
+        self.driver = Driver(
             setup, manager=self.kv_cache_manager, preempt=self._preempt_now, clock=lambda: self.clock()
         )
         # The driver has taken the manager's own; the steps of vLLM are handed what it took.

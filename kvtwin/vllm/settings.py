@@ -16,6 +16,10 @@ KEY = "kvtwin"
 OF_MACHINE = ("model", "gpu", "profile", "cost_form", "engine_profile", "dtype", "quantization", "kv_cache_dtype")
 NAMES = ("policy", *OF_MACHINE, "goodput", "seed")
 """What may be said, by the names of `kvtwin run`'s options."""
+DECIDED = (
+    "model", "block_size", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "enable_prefix_caching",
+)  # fmt: skip
+"""What vLLM has decided, by the same names."""
 
 
 @dataclass(frozen=True)
@@ -63,15 +67,10 @@ def make_setup(told: Mapping[str, Any], facts: EngineFacts, default_policy: str 
         raise UserError(f"{where}.gpu: not given; policies predict with its prices: name it, as for kvtwin run --gpu")
     policy = _policy(text, facts)
     values = {
-        "model": facts.model,
-        **{name: told[name] for name in (*OF_MACHINE, "goodput", "seed") if name in told},
+        **{name: getattr(facts, name) for name in DECIDED},
+        **{name: value for name, value in told.items() if name != "policy"},
         "tp": facts.tensor_parallel_size,
-        "block_size": facts.block_size,
-        "max_model_len": facts.max_model_len,
-        "max_num_seqs": facts.max_num_seqs,
-        "max_num_batched_tokens": facts.max_num_batched_tokens,
         "enable_chunked_prefill": facts.enable_chunked_prefill or None,
-        "enable_prefix_caching": facts.enable_prefix_caching,
         "num_gpu_blocks_override": facts.num_gpu_blocks + policy.num_null_blocks,
         "swap_space": 0.0,
     }

@@ -12,7 +12,7 @@ from gpu_runtime.kv.token_rows import TokenRows, token_places
 from gpu_runtime.model.attention_batch import AttentionBatch
 from gpu_runtime.model.capture_sizes import capture_sizes, piece_sizes
 from gpu_runtime.model.config import Experts
-from gpu_runtime.model.decode_graph import DecodeGraph
+from gpu_runtime.model.decode_graph import CudaCapture, DecodeGraph
 from gpu_runtime.model.decoder import Decoder, DecoderLayer
 from gpu_runtime.model.flashinfer_kernels import build_kernels
 from gpu_runtime.model.fp8 import CAPABILITY, Fp8Matrix
@@ -72,7 +72,8 @@ def test_logits_are_those_of_the_cpu(on_cpu, dtype, layer_group):
 def test_graphs_give_the_logits_of_eager_decodes(on_cpu, dtype, by_layer):
     decoder = on_cuda(*on_cpu, dtype)
     runner = Runner(decoder, layer_group=2)
-    graph = DecodeGraph(decoder, runner.pool, [1, 2, 4], max_blocks=30, by_layer=by_layer)
+    capture = CudaCapture(decoder.device)
+    graph = DecodeGraph(decoder, runner.pool, [1, 2, 4], max_blocks=30, by_layer=by_layer, capture=capture)
     runner.step({0: list(range(60)), 1: [5], 2: list(range(17))})
     for new in ({0: [1], 1: [2], 2: [3]}, {1: [9]}, {2: [4], 0: [8]}):
         decodes = runner.decodes(new)
@@ -112,7 +113,10 @@ def test_flashinfer_gives_the_logits_of_our_kernels(dtype, kv_dtype):
     both = [Decoder.random(config, device=device, dtype=dtype, seed=3) for _ in range(2)]
     both[1].compute_with(build_kernels("flashinfer", config.num_heads, dtype, device))
     ours, theirs = (Runner(decoder, config.num_layers, block_tokens=16, kv_dtype=kv_dtype) for decoder in both)
-    graphs = [DecodeGraph(runner.decoder, runner.pool, [1, 2, 4], max_blocks=30) for runner in (ours, theirs)]
+    graphs = [
+        DecodeGraph(runner.decoder, runner.pool, [1, 2, 4], max_blocks=30, capture=CudaCapture(device))
+        for runner in (ours, theirs)
+    ]
     for step in STEPS:
         new = {seq: list(tokens) for seq, tokens in step.items()}
         expected, logits = ours.step(new), theirs.step(new)

@@ -130,7 +130,7 @@ class Core:
         self.ahead = facts.async_scheduling
         self.found, self.running = Served(), []
         self.manager = Manager(facts.num_gpu_blocks, caches=facts.enable_prefix_caching)
-        self.driver = Driver.of_setup(setup, manager=self.manager, preempt=self._preempt, clock=lambda: self.now_s)
+        self.driver = Driver(setup, manager=self.manager, preempt=self._preempt, clock=lambda: self.now_s)
         self.lanes = Lanes()
         self.pricer = Pricer(
             setup.cost, self.lanes, lambda *_: None, layers=1, num_groups=1, block_bytes=setup.limits.block_bytes

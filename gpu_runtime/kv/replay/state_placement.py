@@ -24,15 +24,7 @@ class StateRestore(BlockCopy):
     before: tuple[int, ...] = ()
 
 
-class SavingPlacement(Placement):
-    """`Placement` with state blocks on the host."""
-
-    def states_of(self, spans: Iterable[Span]) -> dict[Sequence, abc.Sequence[int]]:
-        """State blocks, in order, of sequences that are to compute tokens [first, end), if these are saved."""
-        raise NotImplementedError
-
-
-class StatePlacement(SavingPlacement):
+class StatePlacement(Placement):
     """`Placement` of whole blocks whose sequences' states, if saved, have host blocks beside those on the GPU.
 
     Args:
@@ -77,6 +69,7 @@ class StatePlacement(SavingPlacement):
         return StateRestore(seq, restore.kv_groups, Direction.H2D, tuple(states), tuple(held.gpu[0]), restore)
 
     def states_of(self, spans: Iterable[Span]) -> dict[Sequence, abc.Sequence[int]]:
+        """State blocks, in order, of sequences that are to compute tokens [first, end), if these are saved."""
         return {seq: self.states[seq] for seq, _, _ in spans if seq in self.states}
 
     def _host_lists(self) -> Iterator[abc.Sequence[int]]:

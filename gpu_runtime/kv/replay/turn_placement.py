@@ -14,8 +14,9 @@ import numpy as np
 from gpu_runtime.kv.block_ids import BlockIds
 from gpu_runtime.kv.replay.held import BlockCopy
 from gpu_runtime.kv.replay.hosted_blocks import HostedBlocks
+from gpu_runtime.kv.replay.placement import Placement
 from gpu_runtime.kv.replay.prefix_blocks import Span
-from gpu_runtime.kv.replay.state_placement import SavingPlacement, StateRestore
+from gpu_runtime.kv.replay.state_placement import StateRestore
 from sim.engine.changes import Direction, Load, Restore, Store
 from sim.engine.sequence import Sequence
 from sim.errors import InvariantError
@@ -89,7 +90,7 @@ class KeptStates(HostedBlocks):
         return lost
 
 
-class TurnPlacement(SavingPlacement):
+class TurnPlacement(Placement):
     """`Placement` of whole blocks that have states on the host.
 
     Args:
@@ -123,6 +124,7 @@ class TurnPlacement(SavingPlacement):
         self.states.check(self.kept.ids())
 
     def states_of(self, spans: Iterable[Span]) -> dict[Sequence, Seq[int]]:
+        """As `StatePlacement.states_of`: those of all blocks that these tokens and the ones before them fill."""
         written: list[tuple[Sequence, list[int]]] = []
         if not self.host.num_blocks:
             return {}

@@ -99,7 +99,7 @@ def test_graphs_are_planned_anew_before_each_run():
     ours, theirs = runners()
     graph = DecodeGraph(theirs.decoder, theirs.pool, [2, 4], 12, capture=lambda compute: compute)
     # Interpreted, padding would write to the last block: no sequence may have it.
-    theirs.pool._ids._free.remove(theirs.pool.num_blocks - 1)
+    theirs.pool.ids._free.remove(theirs.pool.num_blocks - 1)
     captured = {len(batch.num_new): wrapper for batch, wrapper in theirs.decoder.kernels._captured.items()}
     places = {size: (w.indptr.data_ptr(), w.indices.data_ptr()) for size, w in captured.items()}
     assert sorted(captured) == [2, 4]

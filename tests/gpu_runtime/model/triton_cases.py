@@ -23,7 +23,7 @@ from gpu_runtime.model.attention import AttentionBatch
 from gpu_runtime.model.config import Experts
 from gpu_runtime.model.decoder import Decoder
 from gpu_runtime.model.experts import mix_experts
-from gpu_runtime.model.kernels import Kernels, silu_and_mul
+from gpu_runtime.model.kernels import Kernels
 from gpu_runtime.model.rotary import RotaryEmbedding
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -199,7 +199,7 @@ def test_rotation_and_write(shape, norm, dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_silu_and_mul(dtype):
     gate_up = 3 * torch.randn(3, 2 * 1300).to(dtype)
-    close(triton_layer.silu_and_mul(gate_up.to(DEVICE)), silu_and_mul(gate_up), dtype)
+    close(triton_layer.silu_and_mul(gate_up.to(DEVICE)), Kernels().silu_and_mul(gate_up), dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -221,7 +221,7 @@ def test_experts(tokens, dtype):
     weights["router"][3] = -10
     hidden = (0.5 + torch.randn(tokens, 48).abs()).to(dtype)
     exact = SimpleNamespace(**{name: matrix.float() for name, matrix in weights.items()})
-    expected = mix_experts(hidden.float(), exact, experts, silu_and_mul).to(dtype)
+    expected = mix_experts(hidden.float(), exact, experts, Kernels().silu_and_mul).to(dtype)
     there = SimpleNamespace(**{name: matrix.to(DEVICE) for name, matrix in weights.items()})
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(backend, "uses_triton", lambda tensor: True)
@@ -266,13 +266,13 @@ class TestDecoder:
         for new in ({0: [1], 1: [2], 2: [3]}, {1: [4]}, {2: [5], 0: [6]}):
             expected = reference.step(new)
             decodes = runner.decodes(new)
-            free = runner.pool.data[runner.pool._ids._free].clone()
+            free = runner.pool.data[runner.pool.ids._free].clone()
             with monkeypatch.context() as patch:
                 patch.setattr(backend, "uses_triton", lambda tensor: True)
                 logits = graph.run(*decodes).logits
             for row, seq in zip(logits, new, strict=True):
                 torch.testing.assert_close(row, expected[seq][0], atol=2e-5, rtol=0)
-            assert torch.equal(runner.pool.data[runner.pool._ids._free], free)
+            assert torch.equal(runner.pool.data[runner.pool.ids._free], free)
         for seq in prompts:
             for mine, theirs in zip(runner.tables[seq], reference.tables[seq], strict=True):
                 torch.testing.assert_close(runner.pool.data[mine], reference.pool.data[theirs], atol=1e-5, rtol=1e-5)

@@ -16,9 +16,9 @@ from gpu_runtime.twin.iterations import (
     compare,
     in_words,
     judged_kinds,
+    plan_prices,
     write_csv,
 )
-from gpu_runtime.twin.prices import plan_prices
 from kvtwin.testing import build_engine, limits, linear_machine, requests, simulate
 from kvtwin.testing.conformance import limits_of
 from kvtwin.testing.engines import DECODE, PREFILL
