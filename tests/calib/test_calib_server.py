@@ -112,7 +112,7 @@ def test_iterations_that_take_no_time_are_left_out():
 )
 def test_hidden_constants_are_found_from_tokens(tmp_path, policy, load):
     # At light load an iteration in 85 holds a prompt.
-    described = setup(policy, LOADS[load], num_prompts=200 if load == "light" else 100)
+    described = setup(policy, LOADS[load], num_prompts=60 if policy != AHEAD else 100 if load == "medium" else 200)
     serve(described, tmp_path / "run.json")
     found = fit_server(described, read_served(tmp_path / "run.json"), name="found")
     assert found.method.endswith("of those seen") and "iterations" in found.method
@@ -200,7 +200,7 @@ def test_attention_is_found_where_prompts_are_long(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize(("policy", "load"), [(SERIAL[0], "medium"), (AHEAD, "near saturation")])
 def test_what_iterations_take_is_found_from_first_and_last_tokens(tmp_path, policy, load):
-    described = setup(policy, LOADS[load], num_prompts=120 if policy != AHEAD else 80)
+    described = setup(policy, LOADS[load], num_prompts=60 if policy != AHEAD else 80)
     # In series first and last tokens do not tell the front end beside the host's time; all tokens do.
     planted = HIDDEN | ({"front_end_s": 0.017} if policy == AHEAD else {})
     serve(described, tmp_path / "run.json", planted)

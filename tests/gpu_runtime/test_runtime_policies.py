@@ -70,7 +70,7 @@ def test_what_leaves_goes_in_pieces_or_is_computed_again_where_that_costs_less(m
     assert any(len(plan.beside) > 1 for plan, _, _ in served.plans) is swapped
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     variant=st.sampled_from(VARIANTS),
     rows=WORKLOADS,
@@ -94,16 +94,17 @@ def builds(mix, chunked):
     return True
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.filter_too_much])
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.filter_too_much])
 @given(
     parts=st.tuples(*(st.sampled_from(list(CATALOGUE[kind])) for kind in KINDS)), rows=WORKLOADS, chunked=st.booleans()
 )
 def test_nor_does_any_mix_of_parts(parts, rows, chunked):
     mix = "vllm-recompute:" + ",".join(f"{kind}={name}" for kind, name in zip(KINDS, parts, strict=True))
-    memory = dict(zip(KINDS, parts, strict=True))["memory"]
-    # On a device nothing keeps prefixes on the host yet.
-    assume(MEMORIES[memory].runs_live)
-    mix += ",layer-order=contiguous" * (memory == "token-wise")
+    name = dict(zip(KINDS, parts, strict=True))["memory"]
+    memory = MEMORIES[name]
+    # What of a memory no device executes it says itself; of eLLM's an option is enough.
+    assume(memory.runs_live and (name == "token-wise" or not memory.unexecutable))
+    mix += ",layer-order=contiguous" * (name == "token-wise")
     assume(builds(mix, chunked))
     check(mix, rows, chunked=chunked, gpu=17, host=20, seqs=3)
 

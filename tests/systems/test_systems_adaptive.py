@@ -46,7 +46,9 @@ def test_chunks_go_alone_where_decodes_cost_more_beside_them(context, alone):
     machine = roofline_machine("l20", 16 * 131072.0, model=model)
     limit = limits(gpu=12_000, max_model_len=131_072, tokens=2048, chunked=True, block_bytes=16 * 131072.0)
     arrivals = requests(*((0.1 * i, context, 200) for i in range(30)))
-    outcomes = [simulate(Adaptive(), arrivals, limit, machine=machine, jump=jump) for jump in (True, False)]
+    outcomes = [
+        simulate(Adaptive(), arrivals, limit, machine=machine, jump=jump, checked=False) for jump in (True, False)
+    ]
     plans = [plan for plan, _, _ in outcomes[0].plans]
     mixed = [plan for plan in plans if plan.chunks and plan.num_decodes]
     # There are no decodes yet when the first prompt is computed.
@@ -87,14 +89,15 @@ def test_as_many_decode_together_as_a_short_tpot_allows(predictor, tpot_ms):
     limit = replace(ROOM, num_gpu_blocks=10_000, max_num_seqs=512)
     slo = Goodput(ttft_s=3.0, tpot_s=tpot_ms / 1e3)
     policy = Adaptive(tpot_slo_ms=tpot_ms, predictor=predictor)
-    ours, theirs = (simulate(p, arrivals, limit, goodput=slo) for p in (policy, VllmV1()))
+    ours, theirs = (simulate(p, arrivals, limit, goodput=slo, checked=False) for p in (policy, VllmV1()))
     assert ours.log.good > 1.3 * theirs.log.good
 
 
 def test_iterations_come_near_to_a_tpot_that_limits_the_batch():
     """559 were good while iterations kept 0.9 of it: what was left served nothing."""
     limit, slo = replace(ROOM, num_gpu_blocks=10_000, max_num_seqs=512), Goodput(ttft_s=3.0, tpot_s=0.024)
-    assert simulate(Adaptive(tpot_slo_ms=24.0), crowd(800, gap_s=0.015), limit, goodput=slo).log.good > 575
+    arrivals = crowd(800, gap_s=0.015)
+    assert simulate(Adaptive(tpot_slo_ms=24.0), arrivals, limit, goodput=slo, checked=False).log.good > 575
 
 
 def test_nothing_starts_whose_first_token_would_be_late():
@@ -102,7 +105,7 @@ def test_nothing_starts_whose_first_token_would_be_late():
     117 were in time, and 45 a little late, when these were not counted."""
     rows = requests(*((0.02 * i, 1000, 20) for i in range(300)))
     limit = limits(gpu=100_000, host=10_000, tokens=8192, chunked=True)
-    outcome = simulate(Adaptive(predictor="oracle", async_scheduling=True), rows, limit, goodput=SLO)
+    outcome = simulate(Adaptive(predictor="oracle", async_scheduling=True), rows, limit, goodput=SLO, checked=False)
     waits_s = [seq.first_token_s - seq.request.arrival_s for seq in outcome.ended]
     assert sum(wait_s > 2.5 for wait_s in waits_s) > 100
     assert not any(3.0 < wait_s < 3.8 for wait_s in waits_s)
@@ -146,7 +149,7 @@ def test_a_full_host_drops_what_nothing_will_serve_in_time():
     # Of one load alone some are chance.
     for gap_s, host in product((0.06, 0.07), good):
         arrivals, room = crowd(gap_s=gap_s), replace(ROOM, num_cpu_blocks=host)
-        outcome = simulate(Adaptive(predictor="oracle"), arrivals, room, goodput=SLO)
+        outcome = simulate(Adaptive(predictor="oracle"), arrivals, room, goodput=SLO, checked=False)
         assert len(outcome.ended) == len(arrivals)
         assert ("dropped_sequences" in outcome.scheduler.counters.policy) == (host == 40)
         good[host] += outcome.log.good
@@ -158,7 +161,8 @@ def test_a_full_host_drops_what_nothing_will_serve_in_time():
 @pytest.mark.parametrize("predictor", ["oracle", "bucket", "none"])
 def test_more_requests_meet_their_slos_than_first_come_first_served(predictor):
     arrivals = crowd()
-    ours, theirs = (simulate(p, arrivals, ROOM, goodput=SLO) for p in (Adaptive(predictor=predictor), VllmV1()))
+    policies = Adaptive(predictor=predictor), VllmV1()
+    ours, theirs = (simulate(policy, arrivals, ROOM, goodput=SLO, checked=False) for policy in policies)
     assert ours.log.good > 1.2 * theirs.log.good
 
 
@@ -190,7 +194,7 @@ def test_the_least_chunk_that_fills_a_tile_is_worth_it():
 
 def test_with_room_for_all_nothing_is_passed_over():
     arrivals = crowd(gap_s=1.0)
-    outcome = simulate(Adaptive(), arrivals, replace(ROOM, num_gpu_blocks=10_000), goodput=SLO)
+    outcome = simulate(Adaptive(), arrivals, replace(ROOM, num_gpu_blocks=10_000), goodput=SLO, checked=False)
     assert outcome.log.good == len(arrivals)
     assert outcome.scheduler.counters.preemptions == 0
     firsts = [outcome.by_id()[i].first_scheduled_s for i in range(len(arrivals))]
@@ -201,7 +205,7 @@ def test_patience_ends_the_wait_of_what_is_dear():
     arrivals = crowd(gap_s=0.07)
     longest = []
     for patience_s in (0.0, 15.0):
-        outcome = simulate(Adaptive(patience_s=patience_s), arrivals, ROOM)
+        outcome = simulate(Adaptive(patience_s=patience_s), arrivals, ROOM, checked=False)
         longest.append(max(seq.first_token_s - seq.request.arrival_s for seq in outcome.ended))
     assert longest[1] < 0.85 * longest[0]
 
@@ -289,7 +293,7 @@ def test_what_is_remembered_of_one_that_waits_or_is_parked_still_holds(policy, m
         return found
 
     monkeypatch.setattr(Triage, "look", compare)
-    simulate(policy, crowd(100, gap_s=0.07), ROOM)
+    simulate(policy, crowd(100, gap_s=0.07), ROOM, checked=False)
     assert min(num_remembered.values()) > 200
 
 

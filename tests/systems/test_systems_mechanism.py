@@ -90,7 +90,9 @@ def test_the_links_rate_says_what_is_swapped_and_no_block_is_lost(swap_s_per_blo
     room = limits(gpu=60, host=host, tokens=512, chunked=True)
     machine = linear_machine(swap_s_per_block=swap_s_per_block)
     policy = Adaptive(mechanism=choice, predictor="oracle")
-    jumped, stepped = (simulate(policy, crowd(), room, machine=machine, jump=jump) for jump in (True, False))
+    jumped, stepped = (
+        simulate(policy, crowd(), room, machine=machine, jump=jump, checked=jump) for jump in (True, False)
+    )
     assert jumped.scheduler.counters == stepped.scheduler.counters
     assert len(jumped.ended) == 120
     assert jumped.scheduler.gpu.free == 60 and jumped.scheduler.host.free == host
