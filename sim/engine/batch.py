@@ -189,10 +189,13 @@ class DecodeBatch:
             cycles, steps = divmod(steps, size)
         end = begin + steps
         if end <= size:
-            needed = sum(growth[begin:end])
+            for i in range(begin, end):
+                needed += growth[i]
         else:
             # All members but those whose turn comes neither at the end of this cycle nor early in the next.
-            cycles, needed = cycles + 1, -sum(growth[end - size : begin])
+            cycles += 1
+            for i in range(end - size, begin):
+                needed -= growth[i]
         return cycles * len(self.members) + needed
 
     @property

@@ -15,7 +15,7 @@ others computed again, copies that take C seconds each way and prefill that take
 from math import ceil
 
 from sim.cost.model import CostModel
-from sim.engine.changes import Direction
+from sim.engine.changes import D2H, H2D, Direction
 from sim.engine.limits import Limits
 from sim.systems.adaptive.request_price import RequestPrice
 
@@ -40,14 +40,14 @@ class Mechanism:
 
     def num_pieces(self, num_blocks: int, iteration_s: float) -> int:
         """Copies in which so many blocks leave, at least 1 and at most one a block."""
-        return max(1, min(num_blocks, ceil(self.copy_s(num_blocks, Direction.D2H) / iteration_s)))
+        return max(1, min(num_blocks, ceil(self.copy_s(num_blocks, D2H) / iteration_s)))
 
     def swap_s(self, num_blocks: int, num_ahead: int, iteration_s: float) -> float:
         """What a swap of `num_blocks` costs, out and back, with `num_ahead` blocks yet to leave before it."""
         pieces = self.num_pieces(num_blocks, iteration_s)
         # Of n equal pieces the blocks wait for (n + 1) / 2 on average.
-        out_s = self.copy_s(num_blocks, Direction.D2H) * (pieces + 1) / (2 * pieces)
-        held_s = self.copy_s(num_ahead, Direction.D2H) + out_s + self.copy_s(num_blocks, Direction.H2D)
+        out_s = self.copy_s(num_blocks, D2H) * (pieces + 1) / (2 * pieces)
+        held_s = self.copy_s(num_ahead, D2H) + out_s + self.copy_s(num_blocks, H2D)
         return held_s * num_blocks / self._num_gpu_blocks
 
     def recompute_s(self, num_tokens: int, num_blocks: int) -> float:
@@ -62,4 +62,4 @@ class Mechanism:
 
     def recomputes_late(self, num_tokens: int, num_blocks: int) -> bool:
         """The same where a swap would hold up all iterations for as long as its copy out takes, and not only blocks."""
-        return self.by_price and self._price.prefill_s(num_tokens) < self.copy_s(num_blocks, Direction.D2H)
+        return self.by_price and self._price.prefill_s(num_tokens) < self.copy_s(num_blocks, D2H)

@@ -75,20 +75,22 @@ class Correction:
 
     def __init__(self, cost: CostModel) -> None:
         self._cost = cost
-        self._samples: deque[tuple[float, float]] = deque(maxlen=SAMPLES)
-        """What an iteration took and what it costs, s."""
+        # What iterations took and what they cost, s.
+        self._taken_s: deque[float] = deque(maxlen=SAMPLES)
+        self._priced_s: deque[float] = deque(maxlen=SAMPLES)
 
     def add(self, plan: IterationPlan, seconds: float) -> None:
         """The first iteration of `plan` took so long."""
-        self._samples.append((seconds, self._cost.iteration_s(plan)))
+        self._taken_s.append(seconds)
+        self._priced_s.append(self._cost.iteration_s(plan))
 
     @property
     def factor(self) -> float:
         """Seconds taken for each of the price's; 1 as long as none is known."""
-        if not self._samples:
+        priced_s = sum(self._priced_s)
+        if priced_s <= 0.0:
             return 1.0
-        taken_s, priced_s = sum([taken_s for taken_s, _ in self._samples]), sum([cost_s for _, cost_s in self._samples])
-        return min(MOST_FACTOR, max(LEAST_FACTOR, round(taken_s / priced_s, DIGITS))) if priced_s > 0.0 else 1.0
+        return min(MOST_FACTOR, max(LEAST_FACTOR, round(sum(self._taken_s) / priced_s, DIGITS)))
 
 
 class Beside:

@@ -258,10 +258,11 @@ class Paced(Unified):
         batch, cost, plan = self.batch, self.triage.cost, self._plans.get(tokens)
         if plan is None:
             plan = self._plans[tokens] = self._plan_of(tokens)
-        plan.num_decodes, plan.decode_context_tokens = len(batch.members), batch.context_tokens
-        plan.decode_window, plan.decode_longest_tokens = batch.windowed, batch.longest_tokens
-        decodes = len(batch.members), batch.context_tokens, batch.windowed, batch.longest_tokens
-        return cost.iteration_s(plan) - cost.decode_run(*decodes)[0]
+        members, context_tokens = len(batch.members), batch.context_tokens
+        windowed, longest = batch.windowed, batch.longest_tokens
+        plan.num_decodes, plan.decode_context_tokens = members, context_tokens
+        plan.decode_window, plan.decode_longest_tokens = windowed, longest
+        return cost.iteration_s(plan) - cost.decode_run(members, context_tokens, windowed, longest)[0]
 
     def _alone_s(self, tokens: int) -> float:
         """What an iteration of a chunk alone takes."""

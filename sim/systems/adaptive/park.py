@@ -22,20 +22,19 @@ cache.
 """
 
 from collections.abc import Iterable
-from heapq import heapify, heappop
 from itertools import chain
 from math import ceil, inf
 from typing import TYPE_CHECKING, ClassVar, Final, Self
 
-from sim.engine.changes import Direction, Move, Tier
+from sim.engine.changes import D2H, H2D, Move, Tier
 from sim.engine.plan import IterationPlan
 from sim.engine.sequence import Sequence, Status
-from sim.kv.memory import Swaps
+from sim.kv.paged import PagedMemory
 from sim.parts.eviction.recompute import Recompute
 from sim.parts.needs import Need
 from sim.systems.adaptive.mechanism import Mechanism
 from sim.systems.adaptive.options import AdaptiveOptions
-from sim.systems.adaptive.triage import HOPELESS, KEPT, Triage
+from sim.systems.adaptive.triage import HOPELESS, KEPT, Place, Triage
 
 if TYPE_CHECKING:
     from sim.engine.scheduler import Scheduler
@@ -91,7 +90,7 @@ class Park(Recompute):
         super().bind(scheduler)
         memory, order = scheduler.memory, scheduler.order
         assert isinstance(order, Triage)
-        assert isinstance(memory, Swaps)
+        assert isinstance(memory, PagedMemory)
         self.order, self.paged = order, memory
         self.batching: Paced = scheduler.batching  # type: ignore[assignment]
         self.gpu, self.host = memory.gpu, memory.host
@@ -147,28 +146,37 @@ class Park(Recompute):
         blocks = ceil(batch.context_tokens / members / self.paged.block_size)
         if self.mechanism.recomputes(batch.context_tokens // members, blocks, 0, self.order.iteration_s()):
             return HORIZON
-        copy_s = self.mechanism.copy_s(blocks, Direction.D2H)
+        copy_s = self.mechanism.copy_s(blocks, D2H)
         steps = self.cost.decode_steps(members, batch.context_tokens, batch.windowed, batch.longest_tokens)
         return max(HORIZON, ceil(copy_s / steps[0]))
 
     def _is_short(self) -> bool:
         return self.gpu.free + self.paged.releasing < self._growth
 
-    def _ranked(self, iteration_s: float) -> list[tuple[int, float, int, Sequence]]:
-        """The parked whose copies have ended, a heap: the first to return first. Counts all parked that are kept."""
-        order, leaving = self.order, self.paged.copies_of
-        found: list[tuple[int, float, int, Sequence]] = []
+    def _place(self, seq: Sequence, iteration_s: float) -> Place:
+        """Of one that is parked: the first returns first."""
+        order = self.order
+        outlook = order.look(seq)
+        kind = order.class_of(seq, outlook, order.laxity_s(outlook, iteration_s))
+        # Of those that are kept, too, the cheapest returns first.
+        key = seq.request.arrival_s if kind == HOPELESS else order.rank_s(seq, outlook)
+        return kind, key, seq.request.request_id
+
+    def _first(self, iteration_s: float) -> Sequence | None:
+        """The first to return of the parked whose copies have ended. Counts all parked that are kept."""
+        leaving, first = self.paged.copies_of, None
+        least_kind, least_key, least_id = HOPELESS + 1, inf, 0
         self.num_kept = 0
         for seq in self.away:
-            outlook = order.look(seq)
-            kind = order.class_of(seq, outlook, order.laxity_s(outlook, iteration_s))
+            kind, key, request_id = self._place(seq, iteration_s)
             self.num_kept += kind == KEPT
+            if kind > least_kind or (
+                kind == least_kind and (key > least_key or (key == least_key and request_id > least_id))
+            ):
+                continue
             if seq not in leaving:
-                # Of those that are kept, too, the cheapest returns first.
-                key = seq.request.arrival_s if kind == HOPELESS else order.rank_s(seq, outlook)
-                found.append((kind, key, seq.request.request_id, seq))
-        heapify(found)
-        return found
+                first, least_kind, least_key, least_id = seq, kind, key, request_id
+        return first
 
     def _prompt(self) -> Sequence | None:
         """The first prompt that is kept and waits."""
@@ -187,19 +195,16 @@ class Park(Recompute):
         prompt_s = self._laxity_s(prompt, iteration_s) if prompt is not None else inf
         is_impatient = prompt is not None and self.order.is_impatient(prompt)
         free, seats = self.gpu.free - self._growth - 1, self.seats()
-        ranked = self._ranked(iteration_s)
-        while ranked:
-            if self.mechanism.copy_s(self._returning_blocks, Direction.H2D) > iteration_s:
+        while (seq := self._first(iteration_s)) is not None:
+            if self.mechanism.copy_s(self._returning_blocks, H2D) > iteration_s:
                 return None
-            kind, _, _, seq = heappop(ranked)
             blocks = self.paged.held_blocks(seq) + 1
-            is_first = kind == KEPT and self._laxity_s(seq, iteration_s) < prompt_s
+            is_first = self._is_kept(seq, iteration_s) and self._laxity_s(seq, iteration_s) < prompt_s
             if seats <= 0 or blocks > free - (0 if is_first else reserved):
                 self._owed_blocks = blocks if is_first and not is_impatient else 0
                 return seq
             free -= blocks
             seats -= 1
-            self.num_kept -= kind == KEPT
             self._promote(seq)
         return None
 
@@ -234,7 +239,8 @@ class Park(Recompute):
         batch, order = self.batch, self.order
         missing, head = self._missing(iteration_s, parked)
         seats = self._seats_missing()
-        short = self._growth - self.gpu.free - self.paged.releasing
+        # Alone it does not help itself by leaving.
+        short = self._growth - self.gpu.free - self.paged.releasing if len(batch.members) > 1 else 0
         if missing <= 0 and seats <= 0 and short <= 0:
             return False
         members = len(batch.members)
@@ -246,38 +252,47 @@ class Park(Recompute):
         else:
             price_s, lax_s = 0.0, MARGIN_S if self._may_promise(iteration_s) else inf
             fresh_lax_s = lax_s
-        # The dearest first, and those that are not kept before all others.
-        leaving: list[tuple[int, float, int, bool, Sequence]] = []
-        for seq in batch.members:
-            outlook = order.outlook_after(seq, batch.num_generated_of(seq))
-            laxity_s, rank_s = order.laxity_s(outlook, iteration_s), order.rank_s(seq, outlook)
-            kind = order.class_of(seq, outlook, laxity_s)
-            pays = kind != KEPT or (rank_s > price_s and laxity_s >= (fresh_lax_s if seq in self._joined else lax_s))
-            if pays or short > 0:
-                leaving.append((-kind, -rank_s, -seq.request.request_id, pays, seq))
-        heapify(leaving)
         droppable = self._droppable(iteration_s) if self.host.free < self.gpu.num_blocks else []
-        while leaving:
-            *_, pays, seq = heappop(leaving)
-            if len(batch.members) < 2:
-                # Alone it does not help itself by leaving.
-                short = 0
-            if missing <= 0 and seats <= 0 and short <= 0:
+        last = HOPELESS, inf, 0
+        while missing > 0 or seats > 0 or short > 0:
+            # The dearest that pays and is yet to be looked at, those that are not kept before all others.
+            found: Sequence | None = None
+            dearest = KEPT, -inf, -1
+            # As a rule those that have joined last have most left.
+            for seq in reversed(batch.members):
+                kind, laxity_s, rank_s = order.standing(seq, batch.num_generated_of(seq), iteration_s)
+                if kind < dearest[0] or (kind == dearest[0] and rank_s < dearest[1]):
+                    continue
+                enough_s = fresh_lax_s if seq in self._joined else lax_s
+                pays = kind != KEPT or (rank_s > price_s and laxity_s >= enough_s)
+                place = kind, rank_s, seq.request.request_id
+                if (pays or short > 0) and dearest < place < last and self._has_way(seq, iteration_s, droppable):
+                    found, dearest = seq, place
+            if found is None:
                 break
-            if not (pays or short > 0) or not self._is_movable(seq):
-                continue
-            blocks = self.paged.held_blocks(seq)
-            tokens = batch.num_tokens_of(seq)
-            if self.mechanism.recomputes(tokens, blocks, self.paged.releasing, iteration_s):
-                self._recompute(seq)
+            last = dearest
+            blocks = self.paged.held_blocks(found)
+            if self._recomputes(found, iteration_s):
+                self._recompute(found)
             else:
                 while droppable and self.host.free < blocks:
                     self._drop(droppable.pop())
                 if self.host.free < blocks:
                     continue
-                self._park(seq, self.mechanism.num_pieces(blocks, iteration_s))
-            missing, seats, short = missing - blocks, seats - 1, short - blocks
+                self._park(found, self.mechanism.num_pieces(blocks, iteration_s))
+            missing, seats, short = missing - blocks, seats - 1, short - blocks if len(batch.members) > 1 else 0
         return len(batch.members) < members
+
+    def _recomputes(self, seq: Sequence, iteration_s: float) -> bool:
+        """Whether a member that leaves is computed again."""
+        blocks, tokens = self.paged.held_blocks(seq), self.batch.num_tokens_of(seq)
+        return self.mechanism.recomputes(tokens, blocks, self.paged.releasing, iteration_s)
+
+    def _has_way(self, seq: Sequence, iteration_s: float, droppable: list[Sequence]) -> bool:
+        """Whether a member may leave, and the host may have room for it unless it is computed again."""
+        if not self._is_movable(seq):
+            return False
+        return bool(droppable) or self.host.free >= self.paged.held_blocks(seq) or self._recomputes(seq, iteration_s)
 
     def _may_promise(self, iteration_s: float) -> bool:
         """Whether those that are kept, one more and those on the host among them, can take turns and meet their TPOT.
@@ -327,9 +342,7 @@ class Park(Recompute):
         order = self.order
         dearest: list[tuple[int, bool, float, int, Sequence]] = []
         for seq in self.batch.members:
-            outlook = order.outlook_after(seq, self.batch.num_generated_of(seq))
-            laxity_s = order.laxity_s(outlook, iteration_s)
-            kind, rank_s = order.class_of(seq, outlook, laxity_s), order.rank_s(seq, outlook)
+            kind, laxity_s, rank_s = order.standing(seq, self.batch.num_generated_of(seq), iteration_s)
             dearest.append((kind, laxity_s >= MARGIN_S, rank_s, seq.request.request_id, seq))
         dearest.sort(reverse=True)
         return next((seq for *_, seq in dearest if self._may_leave(seq)), None)
@@ -360,7 +373,8 @@ class Park(Recompute):
 
     def _droppable(self, iteration_s: float) -> list[Sequence]:
         """Those on the host that are not kept, the last to return last."""
-        return [seq for kind, _, _, seq in sorted(self._ranked(iteration_s)) if kind != KEPT]
+        found = {self._place(seq, iteration_s): seq for seq in self.away if seq not in self.paged.copies_of}
+        return [found[place] for place in sorted(found) if place[0] != KEPT]
 
     def _drop(self, seq: Sequence) -> None:
         """One on the host is to be computed again."""
@@ -404,7 +418,7 @@ class Park(Recompute):
     def unblock(self) -> bool:
         """Nothing can be computed: the first comes back, whatever shall be free."""
         if self.away and not self.paged.copies_of:
-            first = self._ranked(self.order.iteration_s())[0][3]
-            if self.paged.can_swap_in(first, 0):
+            first = self._first(self.order.iteration_s())
+            if first is not None and self.paged.can_swap_in(first, 0):
                 self._promote(first)
         return False

@@ -21,13 +21,12 @@ Behind the kept wait the deferred, cheapest first, then the hopeless, oldest fir
 classes and laxities. All of it changes with events and every `TICK_S` alone, so that jumps end there.
 """
 
-from bisect import bisect_left, bisect_right, insort
+from bisect import bisect_left, bisect_right
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from itertools import accumulate, compress, islice
+from collections.abc import Iterable, Iterator
+from itertools import accumulate, islice
 from math import ceil, floor, inf, sqrt
-from operator import itemgetter
-from typing import TYPE_CHECKING, ClassVar, Final, NamedTuple, Self
+from typing import TYPE_CHECKING, ClassVar, Final, Self
 
 from sim.engine.plan import IterationPlan, Origin, StepTimes
 from sim.engine.sequence import Sequence
@@ -46,7 +45,6 @@ DEFERRED: Final = 1
 HOPELESS: Final = 2
 Place = tuple[int, float, int]
 """Class, arrival (s) or price (s), request id."""
-SEQ_OF: Callable[[tuple[Place, Sequence]], Sequence] = itemgetter(1)
 
 TICK_S: Final = 0.2
 TIE_S: Final = 1e-9
@@ -84,27 +82,44 @@ FOREVER_S: Final = 1e12
 
 def first_beyond(values: Iterable[float], limit: float) -> float:
     """Of values that are not negative, the one that takes the sum of the least beyond `limit`; inf if none does."""
-    ordered = sorted(values)
-    place = bisect_right(list(accumulate(ordered)), limit)
-    return ordered[place] if place < len(ordered) else inf
+    total = 0.0
+    for value in sorted(values):
+        total += value
+        if total > limit:
+            return value
+    return inf
 
 
-class Arrival(NamedTuple):
-    """What the price limit is found of."""
+class Arrival:
+    """What the price limit is found of.
 
-    arrival_s: float
-    decodes_s: float
-    """Price of its output alone."""
-    prompt_tokens: int
-    prompt_s: float
-    num_tokens: float
-    """That it decodes."""
-    by_room: float
-    by_time: float
-    """Iterations of a full batch that it fills, by blocks or seats alone and by time alone."""
-    kept: bool
-    tpot_slo_s: float
-    """That it is to meet."""
+    Args:
+        tpot_slo_s: that it is to meet.
+        prompt_s: price of its prompt.
+        num_tokens: that it decodes.
+        price: what its output takes.
+    """
+
+    def __init__(
+        self,
+        arrival_s: float,
+        tpot_slo_s: float,
+        prompt_tokens: int,
+        prompt_s: float,
+        num_tokens: float,
+        kept: bool,
+        price: RequestPrice,
+    ) -> None:
+        self.arrival_s, self.tpot_slo_s, self.kept = arrival_s, tpot_slo_s, kept
+        self.prompt_tokens, self.prompt_s, self.num_tokens = prompt_tokens, prompt_s, num_tokens
+        self.decodes_s = price.decodes_s(num_tokens, prompt_tokens)
+        # Iterations of a full batch that it fills, by blocks or seats alone and by time alone.
+        self.by_room, self.by_time = price.iterations_by_limit(num_tokens, prompt_tokens, prompt_s)
+
+    def priced_anew(self, price: RequestPrice) -> "Arrival":
+        """The same at other prices of its output."""
+        known = self.arrival_s, self.tpot_slo_s, self.prompt_tokens, self.prompt_s, self.num_tokens, self.kept
+        return Arrival(*known, price)
 
 
 class Triage(Order):
@@ -127,7 +142,9 @@ class Triage(Order):
         self.refuses = refuses
         self.kept_tpot_s = tpot_slo_s
         """The TPOT that iterations keep to: that of some of the last arrivals."""
-        self._queue: list[tuple[Place, Sequence]] = []
+        # In order, and the place of each.
+        self._queue: list[Sequence] = []
+        self._places: list[Place] = []
         self._place: dict[Sequence, Place] = {}
         # Of requests that wait or are parked, and have a predicted length: meanwhile theirs does not change.
         self._outlooks: dict[Sequence, Outlook] = {}
@@ -212,10 +229,14 @@ class Triage(Order):
         if seq.first_token_s < 0.0:
             due_s = request.arrival_s + self.ttft_of(request)
             return Outlook(due_s, FIRST_ITERATIONS, PREFILL_MARGIN * prompt_s, work_s, prompt_s)
+        return Outlook(self._last_due_s(seq, generated + left), left, prompt_s, work_s, prompt_s)
+
+    def _last_due_s(self, seq: Sequence, num_tokens: float) -> float:
+        """When the last of so many tokens must have come, after the first; -inf where that came too late."""
+        request = seq.request
         if seq.first_token_s > request.arrival_s + self.ttft_of(request) + TIE_S:
-            return Outlook(-inf, left, prompt_s, work_s, prompt_s)
-        due_s = seq.first_token_s + self.tpot_of(request) * (generated + left - 1)
-        return Outlook(due_s, left, prompt_s, work_s, prompt_s)
+            return -inf
+        return seq.first_token_s + self.tpot_of(request) * (num_tokens - 1)
 
     def look(self, seq: Sequence) -> Outlook:
         """The outlook of one that waits or is parked."""
@@ -229,14 +250,27 @@ class Triage(Order):
         if seq.predicted_median_tokens:
             self._outlooks[seq] = outlook
 
+    def standing(self, seq: Sequence, generated: int, iteration_s: float) -> tuple[int, float, float]:
+        """Class, laxity (s) and rank (s) of a member that has so many tokens; of most no outlook is made."""
+        if seq.prefilling or seq.first_token_s < 0.0 or self.patience_s:
+            outlook = self.outlook_after(seq, generated)
+            laxity_s = self.laxity_s(outlook, iteration_s)
+            return self.class_of(seq, outlook, laxity_s), laxity_s, self.rank_s(seq, outlook)
+        request, price = seq.request, self.price
+        left = price.tokens_left(seq, generated)
+        work_s = price.decodes_s(left, request.prompt_tokens + generated)
+        laxity_s = self._last_due_s(seq, generated + left) - self.scheduler.now_s - left * iteration_s
+        return HOPELESS if laxity_s < 0.0 else DEFERRED if work_s > self.price_limit_s else KEPT, laxity_s, work_s
+
     def is_impatient(self, seq: Sequence) -> bool:
         """Whether it has waited for so long that price does not count."""
         return bool(self.patience_s) and self.scheduler.now_s >= seq.request.arrival_s + self.patience_s - TIE_S
 
     def rank_s(self, seq: Sequence, outlook: Outlook) -> float:
         """Kept and parked sequences return in this order, and leave in the reverse: price; the impatient before all."""
-        impatient = self.patience_s and self.is_impatient(seq)
-        return seq.request.arrival_s - FOREVER_S if impatient else outlook.work_s
+        if self.patience_s and self.is_impatient(seq):
+            return seq.request.arrival_s - FOREVER_S
+        return outlook.work_s
 
     def iteration_s(self) -> float:
         """What an iteration takes, its share of the prompts that are to be expected included: the pace bounds these."""
@@ -295,11 +329,9 @@ class Triage(Order):
     def add(self, seq: Sequence) -> None:
         self._stale = self._measures = True
         outlook = self.outlook(seq)
-        kept, price, num_tokens = self._insert(seq, outlook) == KEPT, self.price, seq.num_tokens
-        left, prompt_s = price.tokens_left(seq, 0), outlook.first_s
-        decodes_s, by_limit = price.decodes_s(left, num_tokens), price.iterations_by_limit(left, num_tokens, prompt_s)
-        arrival_s, tpot_s = seq.request.arrival_s, self.tpot_of(seq.request)
-        self._arrivals.append(Arrival(arrival_s, decodes_s, num_tokens, prompt_s, left, *by_limit, kept, tpot_s))
+        kept, request, price = self._insert(seq, outlook) == KEPT, seq.request, self.price
+        tpot_s, left = self.tpot_of(request), price.tokens_left(seq, 0)
+        self._arrivals.append(Arrival(request.arrival_s, tpot_s, seq.num_tokens, outlook.first_s, left, kept, price))
         self._num_arrivals += 1
         if self._num_arrivals % EVERY == 0:
             self._find_price_limit()
@@ -313,25 +345,35 @@ class Triage(Order):
         self.num_price_limits += 1
         self._choose_tpot(span_s)
         price.correct(self.correction.factor)
-        _, decodes_s, prompt_tokens, prompt_s, num_tokens, by_room, by_time, kept, _ = zip(*arrivals, strict=True)
-        self.kept_tokens_per_s = sum(compress(prompt_tokens, kept)) / span_s
-        iterations_by_room, iterations_by_time = sum(by_room), sum(by_time)
-        is_limit = iterations_by_time >= iterations_by_room
+        by_room = by_time = 0.0
+        prompt_tokens = kept_tokens = 0
+        kept: list[Arrival] = []
+        for arrival in arrivals:
+            by_room += arrival.by_room
+            by_time += arrival.by_time
+            prompt_tokens += arrival.prompt_tokens
+            if arrival.kept:
+                kept.append(arrival)
+                kept_tokens += arrival.prompt_tokens
+        self.kept_tokens_per_s = kept_tokens / span_s
         if self.price_limit_s != inf:
             num_kept = sum(arrival.kept for arrival in islice(reversed(arrivals), EVERY))
             step = FILL_STEP * (self._num_missed - MISSED * num_kept) / EVERY
             self.fill = min(MOST_FILL, max(LEAST_FILL, self.fill * (1.0 - step)))
         self._num_missed = 0
         # The prompts that are computed are those of requests that are kept, as a rule the shorter ones.
-        some = kept if any(kept) else (True,) * len(kept)
+        prompts_s = num_tokens = 0.0
+        for arrival in kept or list(arrivals):
+            prompts_s += arrival.prompt_s
+            num_tokens += arrival.num_tokens
         self.beside.next_piece()
         price.beside = self.beside.factor
         self._decode_share = 1.0 - min(0.8, self.kept_tokens_per_s * price.token_s * price.beside)
-        self._prompt_s = price.beside * sum(compress(prompt_s, some)) / sum(compress(num_tokens, some))
-        self._keep_pace(is_limit=is_limit)
+        self._prompt_s = price.beside * prompts_s / num_tokens
+        self._keep_pace(is_limit=by_time >= by_room)
         self._outlooks.clear()
-        self.tokens_per_iteration = sum(prompt_tokens) / max(iterations_by_room, iterations_by_time)
-        work_s = [one_s + price.prompt_work_s(first_s) for one_s, first_s in zip(decodes_s, prompt_s, strict=True)]
+        self.tokens_per_iteration = prompt_tokens / max(by_room, by_time)
+        work_s = [arrival.decodes_s + price.prompt_work_s(arrival.prompt_s) for arrival in arrivals]
         filled_s = self.fill * FILL * span_s
         self.price_limit_s = first_beyond(work_s, filled_s + max(self._room_s(), self._queue_s()))
 
@@ -340,7 +382,12 @@ class Triage(Order):
 
         One that is not kept is too tight for it, or looser than it need be.
         """
-        asked = sorted({arrival.tpot_slo_s for arrival in self._arrivals})
+        found, tpot_s = set[float](), -1.0
+        for arrival in self._arrivals:
+            if arrival.tpot_slo_s != tpot_s:
+                tpot_s = arrival.tpot_slo_s
+                found.add(tpot_s)
+        asked = sorted(found)
         asked = [tpot_s for tpot_s in asked if PACE * tpot_s > self.price.step_s] or asked
         asked = asked[:: ceil(len(asked) / MOST_TPOTS)]
         best_s = asked[0]
@@ -349,7 +396,7 @@ class Triage(Order):
         if best_s != self.kept_tpot_s:
             self.kept_tpot_s = best_s
             self.price.keep_pace(PACE * best_s)
-            self._arrivals = deque(map(self._priced_anew, self._arrivals), maxlen=ARRIVALS)
+            self._arrivals = deque([arrival.priced_anew(self.price) for arrival in self._arrivals], maxlen=ARRIVALS)
 
     def _try_pace(self, tpot_s: float, span_s: float) -> int:
         """How many of the last arrivals fit their span at this TPOT, cheapest first."""
@@ -359,19 +406,13 @@ class Triage(Order):
         work_s = (price.decodes_s(a.num_tokens, a.prompt_tokens) + price.prompt_work_s(a.prompt_s) for a in enough)
         return bisect_right(list(accumulate(sorted(work_s))), self.fill * FILL * span_s)
 
-    def _priced_anew(self, arrival: Arrival) -> Arrival:
-        left, num_tokens = arrival.num_tokens, arrival.prompt_tokens
-        by_room, by_time = self.price.iterations_by_limit(left, num_tokens, arrival.prompt_s)
-        decodes_s = self.price.decodes_s(left, num_tokens)
-        return arrival._replace(decodes_s=decodes_s, by_room=by_room, by_time=by_time)
-
     def _keep_pace(self, *, is_limit: bool) -> None:
         """Whether TPOT limits the batch is known anew; no pace is kept where weights alone take longer."""
         share = PACE if is_limit else ROOMY_PACE
         pace_s = share * self.kept_tpot_s
         self.price.keep_pace(pace_s, is_limit=is_limit)
         # An answer of n tokens has a TPOT for each, and loses what that is longer than an iteration.
-        tokens = sorted(arrival.num_tokens for arrival in self._arrivals if arrival.kept)
+        tokens = sorted([arrival.num_tokens for arrival in self._arrivals if arrival.kept])
         most = (1.0 / share - 1.0) * tokens[int(SHORT * len(tokens))] if tokens else inf
         self.pace.keep(pace_s if pace_s > self.price.step_s else inf, most)
 
@@ -410,7 +451,9 @@ class Triage(Order):
 
     def _place_at(self, seq: Sequence, place: Place) -> None:
         self._place[seq] = place
-        insort(self._queue, (place, seq))
+        i = bisect_left(self._places, place)
+        self._places.insert(i, place)
+        self._queue.insert(i, seq)
         self.num_kept += place[0] == KEPT
         self._num_hopeless += place[0] == HOPELESS
 
@@ -421,7 +464,7 @@ class Triage(Order):
         self._place_at(seq, (HOPELESS, seq.request.arrival_s, seq.request.request_id))
 
     def head(self) -> Sequence:
-        return self._queue[0][1]
+        return self._queue[0]
 
     def pop(self) -> Sequence:
         seq = self.head()
@@ -433,7 +476,8 @@ class Triage(Order):
         if place is None:
             return False
         self._outlooks.pop(seq, None)
-        del self._queue[bisect_left(self._queue, (place,))]
+        i = bisect_left(self._places, place)
+        del self._places[i], self._queue[i]
         self.num_kept -= place[0] == KEPT
         self._num_hopeless -= place[0] == HOPELESS
         self._stale = True
@@ -449,17 +493,17 @@ class Triage(Order):
 
     def kept(self) -> Iterator[Sequence]:
         """Those that wait and are kept, in order."""
-        return map(SEQ_OF, islice(self._queue, self.num_kept))
+        return islice(self._queue, self.num_kept)
 
     def first_kept(self, most: int) -> list[Sequence]:
         """Of them the first, so many at most."""
-        return [seq for _, seq in self._queue[: min(most, self.num_kept)]]
+        return self._queue[: min(most, self.num_kept)]
 
     def __len__(self) -> int:
         return len(self._queue)
 
     def __iter__(self) -> Iterator[Sequence]:
-        return map(SEQ_OF, self._queue)
+        return iter(self._queue)
 
     # -- time --------------------------------------------------------------------------------------------------------
 
@@ -468,16 +512,18 @@ class Triage(Order):
         if not self.changed:
             return
         self._next_tick_s = TICK_S * (floor((now_s + TIE_S) / TICK_S) + 1)
-        self.is_quiet = bool(self._arrivals) and now_s > self._arrivals[-1][0] + QUIET_S - TIE_S
+        self.is_quiet = bool(self._arrivals) and now_s > self._arrivals[-1].arrival_s + QUIET_S - TIE_S
         iteration_s = self.iteration_s()
         hoping = len(self._queue) - (0 if self.patience_s else self._num_hopeless)
         moved: list[tuple[Sequence, Outlook]] = []
-        for (old, key, _), seq in self._queue[:hoping]:
+        num_kept, num_hoping = self.num_kept, len(self._queue) - self._num_hopeless
+        for i, seq in enumerate(self._queue[:hoping]):
+            old = KEPT if i < num_kept else DEFERRED if i < num_hoping else HOPELESS
             outlook = self.look(seq)
             kind = self.class_of(seq, outlook, self.laxity_s(outlook, iteration_s))
             if kind == HOPELESS and old == KEPT and seq.first_token_s < 0.0:
                 self._num_missed += 1
-            if kind != old or (kind == DEFERRED and key != outlook.work_s):
+            if kind != old or (kind == DEFERRED and self._places[i][1] != outlook.work_s):
                 moved.append((seq, outlook))
         for seq, _ in moved:
             self.remove(seq)
@@ -486,7 +532,7 @@ class Triage(Order):
         if self.refuses and self._num_hopeless:
             self._refuse()
         if self.num_kept:
-            first = self._queue[0][1].request
+            first = self._queue[0].request
             self.is_urgent = now_s - first.arrival_s >= URGENT * self.ttft_of(first) - TIE_S
         else:
             self.is_urgent = False
@@ -494,9 +540,10 @@ class Triage(Order):
 
     def _refuse(self) -> None:
         hopeless = self._queue[len(self._queue) - self._num_hopeless :]
-        for seq in [seq for _, seq in hopeless if seq.first_token_s < 0.0]:
-            self.remove(seq)
-            self.scheduler.ignore(seq, TOO_LATE)
+        for seq in hopeless:
+            if seq.first_token_s < 0.0:
+                self.remove(seq)
+                self.scheduler.ignore(seq, TOO_LATE)
 
     def repeats(self, plan: IterationPlan, steps: int) -> int:
         """Until the next tick, if it could change anything; one iteration if the next looks anew anyway."""
