@@ -20,7 +20,7 @@ from sim.engine.limits import Limits, Role
 from sim.engine.sequence import Sequence as Seq
 from sim.parts.stage.hand_over_options import MixedPoolOptions
 from sim.systems.base import Policy
-from sim.systems.builder import STORED, options_among
+from sim.systems.builder import STORED
 from sim.systems.mooncake.options import ConductorOptions
 from sim.topology.pipelines import to_pipelines
 from sim.topology.routers import Router
@@ -79,7 +79,7 @@ def simulate_pools(
         member.observer = observer
     front = range(prefill * stages[0])
     decoders = range(len(front), len(outcome.members))
-    options, pools = options_among((policy,), MixedPoolOptions), None
+    options, pools = policy.options(MixedPoolOptions), None
     if options.mixed_pool:
         router = pools = mixed_pools(outcome.members, prefill, options.max_pending_tokens)
         front = decoders = range(len(outcome.members))
@@ -120,7 +120,7 @@ def _conductor(
         s_per_token=limit.block_bytes / limit.block_size / bytes_per_s,
         members=members,
     )
-    options = options_among((policy, *policy.mixed_options), ConductorOptions)
+    options = policy.options(ConductorOptions)
     return conductor_of(options, prices, members[:prefill], members[prefill:])
 
 

@@ -29,7 +29,6 @@ from sim.parts.stage.speculative import Speculative
 from sim.run.prepare import GIB, prepare
 from sim.run.runs import Recording, build_engine
 from sim.systems.base import Policy
-from sim.systems.builder import options_among
 from sim.systems.hcache.saved_states import TieredStates
 
 DEFAULT_SHARE = 4
@@ -126,7 +125,7 @@ def fit_to_machine(scenario: Scenario, policy: Policy, device: str, decoder: Dec
     memory = policy.names["memory"]
     if not MEMORIES[memory].runs_live:
         raise UserError(f"--policy {policy.name}: runs on a device cannot have memory={memory} yet: simulate it")
-    if options_among((policy, *policy.mixed_options), OffloadOptions).offloads:
+    if policy.options(OffloadOptions).offloads:
         raise UserError("--kv-offloading-size: runs on a device keep no prefixes on the host yet; leave it out")
     setup = prepare(scenario, "", policy)
     scheduler = build_engine(setup, None, Recording()).scheduler

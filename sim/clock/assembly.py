@@ -23,7 +23,7 @@ from sim.parts.stage.nixl_options import NixlOptions
 from sim.run.prepare import Setup
 from sim.run.runs import EngineParts
 from sim.systems.base import Policy
-from sim.systems.builder import MEMPOOL, STORED, options_among
+from sim.systems.builder import MEMPOOL, STORED
 from sim.systems.mooncake.options import ConductorOptions
 from sim.topology import make_router
 from sim.topology.autoscalers import (
@@ -55,7 +55,7 @@ def build_cluster(engines: list[EngineParts], env: simpy.Environment, arrivals: 
         if ranks := scenario.data_parallel_size:
             return Cluster(env, members, arrivals, ToRanks(router, ranks))
         return Cluster(env, members, arrivals, to_pipelines(router, setup.pp))
-    options = options_among((setup.policy,), MixedPoolOptions)
+    options = setup.policy.options(MixedPoolOptions)
     if options.mixed_pool:
         pools = mixed_pools(members, scenario.prefill_replicas or 0, options.max_pending_tokens)
         return Cluster(env, members, arrivals, pools, None, _hand_overs(engines, members, range(len(members)), pools))
@@ -64,7 +64,7 @@ def build_cluster(engines: list[EngineParts], env: simpy.Environment, arrivals: 
     if setup.policy.names["memory"] == STORED:
         from sim.clock.conducted import Prices, conductor_of  # noqa: PLC0415 - one system has it
 
-        rules = options_among((setup.policy, *setup.policy.mixed_options), ConductorOptions)
+        rules = setup.policy.options(ConductorOptions)
         layers, s_per_token = setup.model.num_layers, setup.model.kv_bytes_per_token(1) / _link_bytes_per_s(setup)
         room = setup.decode.limits.num_gpu_blocks * setup.decode.limits.block_size
         prices = Prices(
@@ -76,7 +76,7 @@ def build_cluster(engines: list[EngineParts], env: simpy.Environment, arrivals: 
         router, decode_router = routers_of(setup.policy)
         if scenario.router:
             router = make_router(scenario.router, scenario.seed, scenario.router_weights)
-    local = options_among(setup.policy.mixed_options, NixlOptions).local_prefill_tokens
+    local = setup.policy.options(NixlOptions).local_prefill_tokens
     if local:
         caching = setup.decode.limits.enable_prefix_caching
         router = Conditional(local, len(front), router, decode_router, caching=caching)

@@ -27,7 +27,7 @@ from sim.specs.kv_format import KVGroups, hybrid_groups, kv_dtype, like_groups
 from sim.specs.memory import LEAST_FLASHINFER_CAPABILITY, OLDER, EngineMemory, kv_cache_blocks, state_block_size
 from sim.specs.models import ModelSpec, load_model
 from sim.systems.base import Asked, EngineLimits, Policy
-from sim.systems.builder import STORED, options_among
+from sim.systems.builder import STORED
 from sim.topology import DEFAULT_ROUTER, parse_weights
 
 if TYPE_CHECKING:
@@ -109,14 +109,15 @@ def prepare(scenario: Scenario, label: str, policy: Policy) -> Setup:
 
 def _routed(setup: Setup) -> Setup:
     """Itself; UserError where prompts would be sent after prefixes that no engine keeps, or two would route them."""
-    parse_weights(setup.scenario.router or DEFAULT_ROUTER, setup.scenario.router_weights)
-    if setup.scenario.router is not None and setup.policy.names["memory"] == STORED:
-        raise UserError(f"--router {setup.scenario.router}: {setup.label} has a conductor that routes; leave it out")
-    if setup.scenario.router is not None and setup.decode is not None and _mixes(setup.policy):
-        raise UserError(f"--router {setup.scenario.router}: mixed pools have a scheduler that routes; leave it out")
-    if setup.scenario.router in ("prefix-affinity", "llm-d") and not setup.limits.enable_prefix_caching:
+    router, policy = setup.scenario.router, setup.policy
+    parse_weights(router or DEFAULT_ROUTER, setup.scenario.router_weights)
+    if router is not None and policy.names["memory"] == STORED:
+        raise UserError(f"--router {router}: {setup.label} has a conductor that routes; leave it out")
+    if router is not None and setup.decode is not None and policy.options(MixedPoolOptions).mixed_pool:
+        raise UserError(f"--router {router}: mixed pools have a scheduler that routes; leave it out")
+    if router in ("prefix-affinity", "llm-d") and not setup.limits.enable_prefix_caching:
         raise UserError(
-            f"--router {setup.scenario.router}: engines of {setup.label} keep no prefixes; give "
+            f"--router {router}: engines of {setup.label} keep no prefixes; give "
             "--enable-prefix-caching (or a policy that does, as vllm-v1), or take another router"
         )
     return setup
@@ -149,15 +150,8 @@ def _prepare(asked_for: Scenario, scenario: Scenario, label: str, policy: Policy
         warnings.append(
             f"--max-model-len {max_model_len} is beyond the {model.max_position_embeddings} positions of {model.name}"
         )
-    asked = Asked(
-        max_model_len,
-        scenario.max_num_seqs,
-        scenario.max_num_batched_tokens,
-        scenario.enable_chunked_prefill,
-        hardware.name,
-        hardware.memory_bytes,
-    )
-    engine = policy.engine_limits(asked)
+    wanted = scenario.max_num_seqs, scenario.max_num_batched_tokens, scenario.enable_chunked_prefill
+    engine = policy.engine_limits(Asked(max_model_len, *wanted, hardware.name, hardware.memory_bytes))
     if sparse is not None and sparse.needs_whole_prompts and engine.enable_chunked_prefill:
         raise UserError(
             f"--sparse-attention {sparse.name}: chooses what it keeps of a prompt as a whole, and {label} splits "
@@ -207,7 +201,7 @@ def _check_residual(scenario: Scenario, profile: Profile, policy: Policy) -> Non
     names = policy.names
     moved = {"memory": "paged", "eviction": "recompute", "stage": "direct"}
     others = [f"{kind}={names[kind]}" for kind, plain in moved.items() if names[kind] != plain]
-    if options_among((policy, *policy.mixed_options), OffloadOptions).offloads:
+    if policy.options(OffloadOptions).offloads:
         others.append("--kv-offloading-size")
     if others:
         raise UserError(
@@ -274,7 +268,7 @@ def _not_of_the_encoder(policy: Policy, scenario: Scenario) -> list[str]:
     if not policy.reads_images:
         return []
     told = []
-    if options_among((policy, *policy.mixed_options), VllmV1Options).encoder_tokens_per_s is None:
+    if policy.options(VllmV1Options).encoder_tokens_per_s is None:
         told.append("the image encoder takes no time: encoder-tokens-per-s=N is how many tokens yours gives a second")
     if scenario.num_gpu_blocks_override is None:
         told.append(
@@ -431,12 +425,12 @@ def _drafting_bytes(policy: Policy, model: ModelSpec, tp: int) -> tuple[float, f
     from sim.cost.drafting import drafting_bytes  # noqa: PLC0415 - few runs draft
     from sim.parts.stage.speculative_options import SpeculativeOptions  # noqa: PLC0415
 
-    return drafting_bytes(options_among((policy, *policy.mixed_options), SpeculativeOptions), model, tp)
+    return drafting_bytes(policy.options(SpeculativeOptions), model, tp)
 
 
 def _adapter_bytes(policy: Policy, model: ModelSpec, tp: int, warnings: list[str]) -> float:
     """On each GPU, of slots for adapters; `warnings` get what is not simulated of these."""
-    options = options_among((policy, *policy.mixed_options), LoraOptions)
+    options = policy.options(LoraOptions)
     if not options.enable_lora:
         return 0.0
     warnings.append("--enable-lora: adapters' own products and what loads them have no price: times are the model's")
@@ -468,10 +462,6 @@ def with_one_swap_space(scenario: Scenario, policies: Iterable[Policy]) -> Scena
     return replace(scenario, swap_space=max(most_gib))
 
 
-def _mixes(policy: Policy) -> bool:
-    return options_among((policy,), MixedPoolOptions).mixed_pool
-
-
 def _stages(asked_for: Scenario, scenario: Scenario, model: ModelSpec, policy: Policy, label: str, role: Role) -> int:
     """Stages of an engine; UserError where the system or the model cannot be laid out on them."""
     stages, names = scenario.pipeline_parallel_size or 1, policy.names
@@ -480,10 +470,8 @@ def _stages(asked_for: Scenario, scenario: Scenario, model: ModelSpec, policy: P
     own = f"{role}_pipeline_parallel_size" if role != "both" else ""
     name = flag(own if own and getattr(asked_for, own) is not None else "pipeline_parallel_size")
     where = f"{name}: {stages} stages"
-    plain = (
-        not _mixes(policy) and names["eviction"] in ("recompute", "swap") and names["memory"] in ("paged", "reserved")
-    )
-    if names["batching"] not in PIPELINED_BATCHINGS or not plain:
+    plain = names["eviction"] in ("recompute", "swap") and names["memory"] in ("paged", "reserved")
+    if names["batching"] not in PIPELINED_BATCHINGS or not plain or policy.options(MixedPoolOptions).mixed_pool:
         raise UserError(
             f"{where} and {label}: batches in flight are modelled as virtual engines of vLLM 0.5.5, for policies that "
             "have batching=vllm, sarathi or fastgen, memory=paged or reserved and eviction=recompute or swap: "

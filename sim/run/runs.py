@@ -22,7 +22,6 @@ from sim.results.schema import Backend
 from sim.results.sections import Machine
 from sim.results.series import SAMPLE_LIMIT, Series
 from sim.run.prepare import Setup
-from sim.systems.builder import options_among
 
 if TYPE_CHECKING:
     from sim.clock.autoscaled import Lifetime
@@ -166,8 +165,7 @@ def _engines(setups: list[Setup], table: TableSink | None, keep: Recording) -> l
 
 def _share(engines: list[EngineParts]) -> None:
     """Let engines that have not begun share the files of the first, where they are to."""
-    policy = engines[0].setup.policy
-    if options_among((policy, *policy.mixed_options), OffloadOptions).storage_shared:
+    if engines[0].setup.policy.options(OffloadOptions).storage_shared:
         from sim.kv.tiers.tiering import share_storage  # noqa: PLC0415 - few runs have files
 
         share_storage(parts.scheduler.memory for parts in engines)

@@ -9,7 +9,7 @@ from sim.clock.tokeniser import Tokeniser
 from sim.options.scenario import READING, Scenario
 from sim.parts.batching.lora_options import LoraOptions
 from sim.run.prepare import Setup
-from sim.systems.builder import STORED, options_among
+from sim.systems.builder import STORED
 from traces import readers, transforms
 from traces.hash_ids import prefixes
 from traces.request import Request
@@ -151,7 +151,7 @@ def _not_as_asked(trace: ReadTrace, setup: Setup) -> Iterator[Request]:
 
 
 def _serves_adapters(setup: Setup) -> bool:
-    return options_among((setup.policy, *setup.policy.mixed_options), LoraOptions).enable_lora
+    return setup.policy.options(LoraOptions).enable_lora
 
 
 def _generated(scenario: Scenario) -> Iterator[Request]:

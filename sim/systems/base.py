@@ -13,7 +13,7 @@ budget is the batching's.
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, ClassVar, Self
+from typing import TYPE_CHECKING, ClassVar, Self, TypeVar
 
 import msgspec
 
@@ -25,13 +25,14 @@ from sim.kv.page_options import PageOptions
 from sim.parts.batching.async_scheduling import AsyncScheduling
 from sim.parts.batching.unified_options import VllmV1Options
 from sim.parts.catalogue import BATCHINGS, EVICTIONS, MEMORIES, STAGES
-from sim.systems.builder import Builder, build_parts, options_among
+from sim.systems.builder import Builder, build_parts
 
 if TYPE_CHECKING:
     from sim.engine.itl import GapCollector
     from sim.engine.scheduler import Parts, Scheduler
     from sim.specs.model_spec import ModelSpec
 
+Options = TypeVar("Options")
 VLLM055 = {
     "order": "fcfs",
     "batching": "vllm",
@@ -101,6 +102,10 @@ class Policy(ABC):
         """Kind of part -> name, replacements included."""
         return {**self.composition, **dict(self.mixed)}
 
+    def options(self, kind: type[Options]) -> Options:
+        """The options of a kind: its own, those of a part mixed in, or the defaults."""
+        return next((found for found in (self, *self.mixed_options) if isinstance(found, kind)), None) or kind()
+
     @property
     def can_cache_prefixes(self) -> bool:
         """Whether blocks can be kept for others to hit: its memory shares them, and no sequence moves whole."""
@@ -128,14 +133,13 @@ class Policy(ABC):
         """What `--async-scheduling` says; None where it was left open, False where the batching has no such thing."""
         if not self.is_unified:
             return False
-        asked = options_among((self, *self.mixed_options), AsyncScheduling).async_scheduling
+        asked = self.options(AsyncScheduling).async_scheduling
         return False if asked is None and STAGES[self.names["stage"]].drafts else asked
 
     @property
     def reads_images(self) -> bool:
         """Whether it schedules an encoder for the images of prompts."""
-        asked = options_among((self, *self.mixed_options), VllmV1Options).max_tokens_per_image
-        return self.names["batching"] == "unified" and asked is not None
+        return self.names["batching"] == "unified" and self.options(VllmV1Options).max_tokens_per_image is not None
 
     @property
     def schedules_ahead(self) -> bool:
@@ -184,7 +188,7 @@ class Policy(ABC):
         """Tokens of a block; UserError where its memory leaves no choice of what was asked for."""
         if not MEMORIES[self.names["memory"]].in_pages:
             return asked or self.default_block_size
-        tokens = options_among((self, *self.mixed_options), PageOptions).tokens(model, tp)
+        tokens = self.options(PageOptions).tokens(model, tp)
         if asked not in (None, tokens):
             raise UserError(
                 f"--block-size: {asked} where a page (page-kib) of {self.name} holds {tokens} tokens of {model.name}; "
@@ -202,7 +206,7 @@ class Policy(ABC):
 
     def parts(self, limits: Limits, deployment: Deployment) -> "Parts":
         """The system's parts, new ones. UserError where they do not go together."""
-        return build_parts(Builder(self, self.names, self.mixed_options, limits, deployment))
+        return build_parts(Builder(self, limits, deployment))
 
     def scheduler(self, limits: Limits, gaps: "GapCollector", deployment: Deployment) -> "Scheduler":
         """The parts, put together."""

@@ -1,7 +1,7 @@
 """What building a part is given, and how the parts of a system are built and found to go together."""
 
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from sim.engine.limits import Deployment, Limits
@@ -22,24 +22,22 @@ STORED = "stored"
 Options = TypeVar("Options")
 
 
-def options_among(given: Iterable[object], kind: type[Options]) -> Options:
-    """The first of a kind, or its defaults."""
-    return next((found for found in given if isinstance(found, kind)), None) or kind()
-
-
 @dataclass(frozen=True, eq=False, repr=False)
 class Builder:
-    """What the parts of one system, for one engine, are built from; `mixed` are the options of parts mixed in."""
+    """What the parts of one system, for one engine, are built from."""
 
     policy: "Policy"
-    names: Mapping[str, str]
-    mixed: tuple[object, ...]
     limits: Limits
     deployment: Deployment
 
+    @cached_property
+    def names(self) -> dict[str, str]:
+        """Kind of part -> name."""
+        return self.policy.names
+
     def options(self, kind: type[Options]) -> Options:
-        """The options of a kind: the preset itself, those given with a part, or the defaults."""
-        return options_among((self.policy, *self.mixed), kind)
+        """The options of a kind (`Policy.options`)."""
+        return self.policy.options(kind)
 
     @property
     def offloading(self) -> OffloadOptions:
