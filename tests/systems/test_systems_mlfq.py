@@ -10,6 +10,7 @@ from sim.engine.limits import Counters
 from sim.engine.plan import IterationPlan, StepTimes
 from sim.engine.sequence import Sequence, Status
 from sim.systems.fastserve.mlfq import Mlfq
+from sim.systems.fastserve.options import MlfqOptions
 from traces.request import Request
 
 
@@ -19,10 +20,8 @@ def sequence(request_id: int, prompt: int, arrival_s: float = 0.0) -> Sequence:
 
 def queue(num_levels: int = 4, starvation_s: float = 1.0, check_every: int = 3) -> Mlfq:
     """Quanta of 10, 20, 40 ms and no end; a prompt takes 1 ms a token. Bound to nothing but a clock and counters."""
-    order = Mlfq(
-        lambda tokens: tokens / 1000, quantum_s=0.01, factor=2.0, num_levels=num_levels, starvation_s=starvation_s,
-        check_every=check_every,
-    )  # fmt: skip
+    options = MlfqOptions(10.0, 2.0, num_levels, starvation_s, check_every)
+    order = Mlfq(lambda tokens: tokens / 1000, options)
     order.scheduler = SimpleNamespace(now_s=0.0, counters=Counters())  # type: ignore[assignment]
     return order
 

@@ -11,6 +11,7 @@ from sim.engine.sequence import Sequence
 from sim.kv.memory import Memory
 from sim.parts.base import overrides
 from sim.parts.batching.base import Batching
+from sim.parts.batching.unified_options import VllmV1Options
 from sim.parts.needs import Need
 from sim.parts.order.priority import Priority, urgency
 
@@ -22,12 +23,8 @@ class Running(Batching):
     """One budget for prompts and decodes that run, and the choice of their victims.
 
     Args:
-        long_prefill_threshold: most tokens of one prompt in a step; 0: no such limit.
-        adaptive: raise it to an equal share of the budget where few requests are there.
-        watermark: share of the blocks kept free when a request is admitted while others run.
-        reserve_whole_prompt: admit a request only if it would fit with all tokens known of it.
+        options: the longest chunk, what stays free, adapters; whether a prompt has to fit whole.
         schedules_ahead: schedule a step while the one before it runs.
-        max_loras: adapters that may be in use at once; None: as many as there are.
     """
 
     needs: ClassVar[tuple[Need, ...]] = (
@@ -41,21 +38,16 @@ class Running(Batching):
     frees_in_order = True
     records_decisions = True
 
-    def __init__(
-        self,
-        *,
-        long_prefill_threshold: int,
-        adaptive: bool,
-        watermark: float,
-        reserve_whole_prompt: bool,
-        schedules_ahead: bool = False,
-        max_loras: int | None = None,
-    ) -> None:
-        self.schedules_ahead, self.max_loras = schedules_ahead, max_loras
-        self.threshold, self.adaptive = long_prefill_threshold, adaptive
-        self._watermark, self.reserve_whole_prompt = watermark, reserve_whole_prompt
+    def __init__(self, options: VllmV1Options, *, schedules_ahead: bool) -> None:
+        self.schedules_ahead = schedules_ahead
+        self.max_loras: int | None = options.max_loras if options.enable_lora else None
+        self.threshold, self.adaptive = (
+            options.long_prefill_token_threshold,
+            options.long_prefill_token_threshold_adaptive,
+        )
+        self._watermark, self.reserve_whole_prompt = options.watermark, options.scheduler_reserve_full_isl
         # An arrival shortens the first chunk of the head, which may fit then.
-        self._arrivals_help = adaptive and long_prefill_threshold > 0 and not reserve_whole_prompt
+        self._arrivals_help = self.adaptive and self.threshold > 0 and not self.reserve_whole_prompt
         self.running: dict[Sequence, int] = {}
         """In order of admission, which numbers say: half-done prompts and decodes."""
         self._num_seated = 0

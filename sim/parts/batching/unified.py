@@ -5,7 +5,7 @@ admission, then for those that wait. Blocks are taken for what a step computes, 
 that finds none preempts the last of those that run, or the least urgent; a step that preempted admits no request.
 """
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from sim.engine.plan import ADMITTED, IterationPlan, StepTimes
 from sim.engine.sequence import Sequence
@@ -42,10 +42,8 @@ class Unified(Running):
             kind = class_at("sim.parts.batching.unified_speculative:UnifiedSpeculative")
         elif b.offloading.offloads:
             kind = class_at("sim.parts.batching.unified_offloading:UnifiedOffloading")
-        more: dict[str, Any] = {}
         if options.enable_lora:
             b.refuse_beside_adapters()
-            more["max_loras"] = options.max_loras
         if options.max_tokens_per_image is not None:
             if kind is not cls or options.enable_lora:
                 raise UserError(
@@ -53,15 +51,8 @@ class Unified(Running):
                     "one of them out"
                 )
             options.check_images(b.limits.max_num_batched_tokens)
-            kind, more = class_at("sim.parts.batching.unified_images:UnifiedImages"), {"images": options}
-        return kind(
-            long_prefill_threshold=options.long_prefill_token_threshold,
-            adaptive=options.long_prefill_token_threshold_adaptive,
-            watermark=options.watermark,
-            reserve_whole_prompt=options.scheduler_reserve_full_isl,
-            schedules_ahead=b.policy.schedules_ahead,
-            **more,
-        )
+            kind = class_at("sim.parts.batching.unified_images:UnifiedImages")
+        return kind(options, schedules_ahead=b.policy.schedules_ahead)
 
     def bind(self, scheduler: "Scheduler") -> None:
         super().bind(scheduler)

@@ -34,35 +34,14 @@ class Encoding(NamedTuple):
 
 
 class UnifiedImages(Unified):
-    """One budget for prompts and decodes, and one for images.
-
-    Args:
-        images: the largest image, whether one may be split, how fast the encoder is.
-        long_prefill_threshold, adaptive, watermark, reserve_whole_prompt, schedules_ahead: as `Running` has them.
-    """
+    """One budget for prompts and decodes, and one for images."""
 
     unexecutable = "max-tokens-per-image: no device computes an encoder; leave it out (images are text), or simulate"
 
-    def __init__(
-        self,
-        *,
-        images: VllmV1Options,
-        long_prefill_threshold: int,
-        adaptive: bool,
-        watermark: float,
-        reserve_whole_prompt: bool,
-        schedules_ahead: bool,
-    ) -> None:
-        # One by one: compiled, a mapping of them is not handed on.
-        super().__init__(
-            long_prefill_threshold=long_prefill_threshold,
-            adaptive=adaptive,
-            watermark=watermark,
-            reserve_whole_prompt=reserve_whole_prompt,
-            schedules_ahead=schedules_ahead,
-        )
-        self._largest, self._whole = images.max_tokens_per_image or 0, images.disable_chunked_mm_input
-        self._tokens_per_s = images.encoder_tokens_per_s or inf
+    def __init__(self, options: VllmV1Options, *, schedules_ahead: bool) -> None:
+        super().__init__(options, schedules_ahead=schedules_ahead)
+        self._largest, self._whole = options.max_tokens_per_image or 0, options.disable_chunked_mm_input
+        self._tokens_per_s = options.encoder_tokens_per_s or inf
 
     def bind(self, scheduler: "Scheduler") -> None:
         super().bind(scheduler)

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, ClassVar, Final
 from sim.engine.plan import IterationPlan, Origin
 from sim.engine.sequence import Sequence
 from sim.parts.batching.unified import Unified
+from sim.parts.batching.unified_options import VllmV1Options
 from sim.parts.needs import Need
 from sim.systems.adaptive.park import Park
 from sim.systems.adaptive.triage import Triage
@@ -64,13 +65,7 @@ class Paced(Unified):
 
     @classmethod
     def build(cls, b: "Builder") -> "Paced":
-        return cls(
-            long_prefill_threshold=0,
-            adaptive=False,
-            watermark=0.0,
-            reserve_whole_prompt=True,
-            schedules_ahead=b.policy.schedules_ahead,
-        )
+        return cls(VllmV1Options(), schedules_ahead=b.policy.schedules_ahead)
 
     def bind(self, scheduler: "Scheduler") -> None:
         super().bind(scheduler)

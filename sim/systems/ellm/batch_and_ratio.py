@@ -30,10 +30,10 @@ class BatchAndRatio(Admission):
 
     Args:
         times: what a step takes.
-        tpot_slo_s: that T(b, r), and the longest wait since a running sequence's last token, keep to together.
-        printed: choose as the paper does: T with all layers computed again, the largest batch (Eq. 5 does not say
-            which), M_o as for (3, 2) at first, then as for the configuration with the least bubble.
-        fused, overlapped: as for `StepCosts.step_s`.
+        options: the TPOT that T(b, r), and the longest wait since a running sequence's last token, keep to together;
+            the kernels. Where the equations are `printed` it chooses as the paper does: T with all layers computed
+            again, the largest batch (Eq. 5 does not say which), M_o as for (3, 2) at first, then as for the
+            configuration with the least bubble.
     """
 
     name: ClassVar[str] = "token-wise"
@@ -44,22 +44,16 @@ class BatchAndRatio(Admission):
         Need("order", "takes requests in the order in which they come", offers="sticky"),
     )
 
-    def __init__(
-        self, times: StepCosts, tpot_slo_s: float, *, printed: bool, fused: bool = True, overlapped: bool = True
-    ) -> None:
-        self.times, self.tpot_slo_s, self.printed = times, tpot_slo_s, printed
-        self.fused, self.overlapped = fused, overlapped
+    def __init__(self, times: StepCosts, options: TokenWiseOptions) -> None:
+        self.times, self.tpot_slo_s, self.printed = times, options.tpot_slo_ms / 1e3, options.printed
+        self.fused, self.overlapped = options.fused, options.overlapped
         self._may_run = 0
         self._started = 0
 
     @classmethod
     def build(cls, b: "Builder") -> Self:
         options = b.options(TokenWiseOptions)
-        times = options.step_times(b.deployment, b.limits.block_size)
-        return cls(
-            times, options.tpot_slo_ms / 1e3,
-            printed=options.printed, fused=options.fused, overlapped=options.overlapped,
-        )  # fmt: skip
+        return cls(options.step_times(b.deployment, b.limits.block_size), options)
 
     def bind(self, scheduler: "Scheduler") -> None:
         super().bind(scheduler)

@@ -7,7 +7,7 @@ pass holds of it at a time is scratch (M_o). A map table finds the blocks.
 
 from dataclasses import replace
 from math import floor
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, ClassVar
 
 from sim.engine.batch import DecodeBatch
 from sim.engine.changes import Move, Rebuilt, Tier, Uncache, make_place, make_release
@@ -33,30 +33,16 @@ if TYPE_CHECKING:
     from sim.systems.builder import Builder
 
 
-class Kernels(NamedTuple):
-    """How uncached tokens' KV is brought back.
-
-    `threads` a block are split between kernels that are `fused`, as `allots` takes their volumes to be (Eq. 8-9);
-    they are those of `times`. `lookup_s` is one access of the map table, of which a layer group takes one in each pass.
-    """
-
-    times: StepCosts
-    allots: StepCosts
-    fused: bool
-    overlapped: bool
-    threads: int
-    lookup_s: float
-
-
 class TokenWiseMemory(Memory):
     """Blocks of `layers_per_block` layers, for the tokens that are cached.
 
     Args:
         limits: of the engine, in whole blocks.
         num_layers: of the model, a multiple of `layers_per_block` (F).
-        kernels: what plans say of the passes.
-        least_ratio, most_ratio: of tokens that is uncached in any case, and that may be.
-        by_longest: whether room for scratch is planned as for sequences as long as the longest.
+        options: blocks, kernels, and the share of tokens that is uncached in any case, or may be. Where equations are
+            `printed`, room for scratch is planned as for sequences as long as the longest.
+        times: the volumes of the kernels that bring uncached tokens' KV back.
+        allots: what these are taken to be where threads are split between fused kernels (Eq. 8-9).
     """
 
     name: ClassVar[str] = "token-wise"
@@ -76,35 +62,26 @@ class TokenWiseMemory(Memory):
         options = b.options(TokenWiseOptions)
         times = replace(options, equations="corrected").step_times(b.deployment, b.limits.block_size)
         allots = options.step_times(b.deployment, b.limits.block_size)
-        lookup_s = options.map_lookup_us / 1e6
-        kernels = Kernels(times, allots, options.fused, options.overlapped, options.threads, lookup_s)
-        kind = (
-            class_at("sim.systems.ellm.first_layers:FirstLayersAgain") if options.layer_order == "contiguous" else cls
-        )
-        return kind(
-            b.limits, b.deployment.model.num_layers, options.layers_per_block, kernels,
-            least_ratio=options.least_uncached_ratio, most_ratio=options.most_uncached_ratio,
-            by_longest=options.printed,
-        )  # fmt: skip
+        kind = cls
+        if options.layer_order == "contiguous":
+            kind = class_at("sim.systems.ellm.first_layers:FirstLayersAgain")
+        return kind(b.limits, b.deployment.model.num_layers, options, times, allots)
 
     def __init__(
-        self,
-        limits: Limits,
-        num_layers: int,
-        layers_per_block: int,
-        kernels: Kernels,
-        *,
-        least_ratio: float = 0.0,
-        most_ratio: float = 1.0,
-        by_longest: bool = False,
+        self, limits: Limits, num_layers: int, options: TokenWiseOptions, times: StepCosts, allots: StepCosts
     ) -> None:
+        layers_per_block = options.layers_per_block
         if num_layers % layers_per_block:
             raise UserError(
                 f"ellm layers-per-block: {layers_per_block} does not divide the model's {num_layers} layers"
             )
         groups = num_layers // layers_per_block
         super().__init__(limits, groups)
-        self.num_layers, self.layers_per_block, self.kernels = num_layers, layers_per_block, kernels
+        self.num_layers, self.layers_per_block = num_layers, layers_per_block
+        self.times, self.allots = times, allots
+        self.fused, self.overlapped, self.threads = options.fused, options.overlapped, options.threads
+        self.lookup_s = options.map_lookup_us / 1e6
+        """One access of the map table, of which a layer group takes one in each pass."""
         self.all_groups = tuple(range(groups))
         self.uncached: dict[Sequence, int] = {}
         """Tokens of sequences that have some uncached."""
@@ -117,9 +94,9 @@ class TokenWiseMemory(Memory):
             host_tokens=limits.num_cpu_blocks * self.block_size,
             hosted=tuple(self.hosted_groups(c) / groups for c in CONFIGURATIONS),
             lost_tokens=self.block_size,
-            least_ratio=least_ratio,
-            most_ratio=most_ratio,
-            by_longest=by_longest,
+            least_ratio=options.least_uncached_ratio,
+            most_ratio=options.most_uncached_ratio,
+            by_longest=options.printed,
         )
         """What the choice of a ratio counts with."""
         self._hosted_blocks: dict[Sequence, int] = {}
@@ -234,7 +211,7 @@ class TokenWiseMemory(Memory):
 
     def complete(self, plan: IterationPlan) -> None:
         """Decodes bring back what they lack; prompts send out what they are not to keep; all look blocks up."""
-        plan.added_s = self.kernels.lookup_s * self.num_groups
+        plan.added_s = self.lookup_s * self.num_groups
         if self._swapped_out:
             plan.swapped_out_blocks += self._swapped_out
             self.scheduler.counters.swap_out_blocks += self._swapped_out
@@ -256,7 +233,6 @@ class TokenWiseMemory(Memory):
         return self.all_groups, num_tokens
 
     def _rebuild(self, plan: IterationPlan) -> None:
-        kernels = self.kernels
         lacking = {seq: tokens for seq, tokens in self.lacking.items() if seq in self.batch.members}
         if not lacking:
             return
@@ -264,14 +240,14 @@ class TokenWiseMemory(Memory):
         hosted = -((self.num_layers - len(recomputed)) // -self.layers_per_block)
         read = sum(-(count // -self.block_size) for count in lacking.values()) * hosted
         loss = None
-        if kernels.fused:
+        if self.fused:
             squares = sum(count * count for count in lacking.values())
             sums = plan.num_decodes, plan.decode_context_tokens, tokens, squares, self.configuration
-            threads = threads_for_recomputation(*kernels.allots.volumes(*sums), kernels.threads)
-            loss = thread_loss(*kernels.times.volumes(*sums), threads / kernels.threads)
+            threads = threads_for_recomputation(*self.allots.volumes(*sums), self.threads)
+            loss = thread_loss(*self.times.volumes(*sums), threads / self.threads)
         self._tally(plan, tokens)
         written, after = self._update_host(lacking)
-        record = Rebuilt(0, read, written, tuple(lacking.items()), recomputed, loss, kernels.overlapped, after)
+        record = Rebuilt(0, read, written, tuple(lacking.items()), recomputed, loss, self.overlapped, after)
         plan.streamed = (*plan.streamed, record)
         for seq in lacking:
             if uncached := self.uncached.get(seq, 0):

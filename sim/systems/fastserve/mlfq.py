@@ -29,12 +29,7 @@ Entry = tuple[int, int, Sequence]
 class Mlfq(Order):
     """Levels of requests that wait, and of those that a batching keeps in their place while they hold KV.
 
-    Args:
-        prefill_s: predicted prefill of so many tokens, s.
-        quantum_s: of level 0.
-        factor: from level to level.
-        num_levels: the last has no end.
-        starvation_s, check_every: see the module.
+    `prefill_s` predicts the prefill of so many tokens, s.
     """
 
     name: ClassVar[str] = "mlfq"
@@ -42,21 +37,13 @@ class Mlfq(Order):
     sticky: ClassVar[bool] = False
     follows_all: ClassVar[bool] = True
 
-    def __init__(
-        self,
-        prefill_s: Callable[[int], float],
-        *,
-        quantum_s: float,
-        factor: float,
-        num_levels: int,
-        starvation_s: float,
-        check_every: int,
-    ) -> None:
+    def __init__(self, prefill_s: Callable[[int], float], options: MlfqOptions) -> None:
         self._prefill_s = prefill_s
-        self.quanta_s = [quantum_s * factor**level for level in range(num_levels)]
-        self.starvation_s, self.check_every = starvation_s, check_every
-        self._queues: list[OrderedDict[Sequence, int]] = [OrderedDict() for _ in range(num_levels)]
-        self._residents: list[list[Entry]] = [[] for _ in range(num_levels)]
+        levels = range(options.num_levels)
+        self.quanta_s = [options.quantum_ms / 1e3 * options.quantum_factor**level for level in levels]
+        self.starvation_s, self.check_every = options.starvation_s, options.starvation_check
+        self._queues: list[OrderedDict[Sequence, int]] = [OrderedDict() for _ in levels]
+        self._residents: list[list[Entry]] = [[] for _ in levels]
         self._level: dict[Sequence, int] = {}
         self._key: dict[Sequence, int] = {}
         self.idle_since_s: dict[Sequence, float] = {}
@@ -68,20 +55,12 @@ class Mlfq(Order):
         self._size = 0
         self._front = self._tail = 0
         self._iterations = 0
-        self._next_check = check_every
+        self._next_check = self.check_every
         self._gone: list[Sequence] = []
 
     @classmethod
     def build(cls, b: "Builder") -> Self:
-        options = b.options(MlfqOptions)
-        return cls(
-            b.deployment.cost.prefill_s,
-            quantum_s=options.quantum_ms / 1e3,
-            factor=options.quantum_factor,
-            num_levels=options.num_levels,
-            starvation_s=options.starvation_s,
-            check_every=options.starvation_check,
-        )
+        return cls(b.deployment.cost.prefill_s, b.options(MlfqOptions))
 
     # -- as an order of those that wait ------------------------------------------------------------------------------
 

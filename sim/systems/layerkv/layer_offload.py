@@ -24,14 +24,7 @@ if TYPE_CHECKING:
 
 
 class LayerOffload(Recompute):
-    """Staged offload ahead of need.
-
-    Args:
-        horizon_steps: iterations that the forecast looks ahead.
-        threshold: share of the GPU's layer-blocks under which it offloads.
-        one_block_a_step: Allocated as printed.
-        lengths_known: the medians predicted are the lengths themselves.
-    """
+    """Staged offload ahead of need."""
 
     name: ClassVar[str] = "layer-offload"
     options: ClassVar[type | None] = LayerKVOptions
@@ -40,18 +33,11 @@ class LayerOffload(Recompute):
         Need("stage", "parks what it offloads", offers=Promote),
     )
 
-    def __init__(
-        self,
-        *,
-        horizon_steps: int,
-        threshold: float,
-        one_block_a_step: bool,
-        lengths_known: bool,
-    ) -> None:
+    def __init__(self, options: LayerKVOptions) -> None:
         super().__init__()
-        self.horizon, self.one_block_a_step = horizon_steps, one_block_a_step
-        self.lengths_known = lengths_known
-        self._threshold_share = threshold
+        self.horizon, self.one_block_a_step = options.horizon_steps, options.printed
+        self.lengths_known = options.lengths_known
+        self._threshold_share = options.threshold
         # Which sequences end, by the median prediction, at which of the batch's steps.
         self._expected: dict[int, list[Sequence]] = {}
         self._expected_step: dict[Sequence, int] = {}
@@ -62,13 +48,7 @@ class LayerOffload(Recompute):
 
     @classmethod
     def build(cls, b: "Builder") -> Self:
-        options = b.options(LayerKVOptions)
-        return cls(
-            horizon_steps=options.horizon_steps,
-            threshold=options.threshold,
-            one_block_a_step=options.printed,
-            lengths_known=options.lengths_known,
-        )
+        return cls(b.options(LayerKVOptions))
 
     def bind(self, scheduler: "Scheduler") -> None:
         super().bind(scheduler)

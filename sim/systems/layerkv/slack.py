@@ -24,8 +24,7 @@ class SlackAdmission(Watermark):
     Args:
         num_gpu_blocks: of the pool, for the watermark.
         prefill_s: Eq. 3's time of a prompt of so many tokens.
-        tpot_slo_s: what Eq. 1 defends.
-        drop_irrecoverable: leave out of Eq. 2 what is late whatever happens.
+        options: the TPOT that Eq. 1 defends, and what is left out of Eq. 2.
     """
 
     name: ClassVar[str] = "slack"
@@ -34,17 +33,10 @@ class SlackAdmission(Watermark):
     # Of a step, as the first prompt that witnesses did not hold up has found it.
     memoized = ("_least_s",)
 
-    def __init__(
-        self,
-        num_gpu_blocks: int,
-        prefill_s: Callable[[int], float],
-        tpot_slo_s: float,
-        *,
-        drop_irrecoverable: bool,
-    ) -> None:
+    def __init__(self, num_gpu_blocks: int, prefill_s: Callable[[int], float], options: LayerKVOptions) -> None:
         super().__init__(num_gpu_blocks)
         self.prefill_s = prefill_s
-        self.book = SlackBook(tpot_slo_s, drop_irrecoverable=drop_irrecoverable)
+        self.book = SlackBook(options.tpot_slo_ms / 1e3, drop_irrecoverable=options.drop_irrecoverable)
         self._least_s: float | None = None
         self._admitted_s = 0.0
         # Prefill time that Eq. 2 refused in this step.
@@ -53,13 +45,7 @@ class SlackAdmission(Watermark):
 
     @classmethod
     def build(cls, b: "Builder") -> Self:
-        options = b.options(LayerKVOptions)
-        return cls(
-            b.limits.num_gpu_blocks,
-            Equations.of(b).prefill_s,
-            options.tpot_slo_ms / 1e3,
-            drop_irrecoverable=options.drop_irrecoverable,
-        )
+        return cls(b.limits.num_gpu_blocks, Equations.of(b).prefill_s, b.options(LayerKVOptions))
 
     def prepare(self, now_s: float) -> None:
         self._least_s = self._refused_s = None

@@ -33,12 +33,7 @@ RETRACT_STEPS = 20
 
 
 class Sglang(Batching):
-    """All prompts or all decodes, prompts first.
-
-    Args:
-        conservativeness: multiplies the least ratio (`--schedule-conservativeness`).
-        max_new_tokens: what every request asks for; what it generates, where that is more.
-    """
+    """All prompts or all decodes, prompts first. A request asks for `max_new_tokens`, or what it generates if more."""
 
     name: ClassVar[str] = "sglang"
     options: ClassVar[type | None] = RadixOptions
@@ -54,12 +49,11 @@ class Sglang(Batching):
 
     @classmethod
     def build(cls, b: "Builder") -> "Sglang":
-        options = b.options(RadixOptions)
-        return cls(conservativeness=options.schedule_conservativeness, max_new_tokens=options.max_new_tokens)
+        return cls(b.options(RadixOptions))
 
-    def __init__(self, *, conservativeness: float = 1.0, max_new_tokens: int = 0) -> None:
-        self._least_ratio = min(LEAST_RATIO * conservativeness, 1.0)
-        self._max_new_tokens = max_new_tokens
+    def __init__(self, options: RadixOptions) -> None:
+        self._least_ratio = min(LEAST_RATIO * options.schedule_conservativeness, 1.0)
+        self._max_new_tokens = options.max_new_tokens
         self._began_ratio = max(FIRST_RATIO, self._least_ratio)
         self._num_decays = 0
         # Prompt and asked-for tokens of those that decode, and which of them may count less.
