@@ -35,37 +35,22 @@ class DiskTieredMemory(TieredMemory):
 
     @classmethod
     def build(cls, b: "Builder") -> Self:
-        options = b.options(TieredOptions)
-        drive = Drive(
-            b.block_bytes,
+        return cls(b.limits, Worth.of(b), b.options(TieredOptions), b.block_bytes, in_flight_hits=b.policy.is_unified)
+
+    def __init__(
+        self, limits: Limits, worth: Worth, options: TieredOptions, block_bytes: float, *, in_flight_hits: bool
+    ) -> None:
+        """Of blocks that take `block_bytes` on all GPUs together; others as for `TieredMemory`."""
+        super().__init__(limits, worth, in_flight_hits=in_flight_hits)
+        self.disk_cache, self.look_ahead = HostCache(options.num_disk_blocks(block_bytes)), options.look_ahead
+        self.drive = Drive(
+            block_bytes,
             read_bytes_per_s=options.disk_read_gb_per_s * 1e9,
             write_bytes_per_s=options.disk_write_gb_per_s * 1e9,
             latency_s=options.disk_latency_us / 1e6,
             s_per_block=options.disk_block_us / 1e6,
         )
-        return cls(
-            b.limits,
-            Worth.of(b),
-            drive,
-            options.num_disk_blocks(b.block_bytes),
-            look_ahead=options.look_ahead,
-            in_flight_hits=b.policy.is_unified,
-        )
-
-    def __init__(
-        self,
-        limits: Limits,
-        worth: Worth,
-        drive: Drive,
-        num_blocks: int,
-        *,
-        look_ahead: bool = True,
-        in_flight_hits: bool = False,
-    ) -> None:
-        """A disk with room for `num_blocks`; `look_ahead`: whether there are windows; others as for `TieredMemory`."""
-        super().__init__(limits, worth, in_flight_hits=in_flight_hits)
-        self.drive, self.disk_cache, self.look_ahead = drive, HostCache(num_blocks), look_ahead
-        self.disk_tier = TierCounters(num_blocks=num_blocks)
+        self.disk_tier = TierCounters(num_blocks=self.disk_cache.num_chunks)
         self._writes: dict[Move, list[int]] = {}
         self._reads: dict[Move, list[int]] = {}
         # Key -> the read that brings it, and how many prompts wait for it.

@@ -9,11 +9,12 @@ under way waits for it, and so does a step that preempts. The scheduler sees a c
 from collections.abc import Callable, Iterable
 
 from sim.engine.changes import Move, Tier
-from sim.engine.limits import TierCounters
+from sim.engine.limits import Limits, TierCounters
 from sim.engine.plan import IterationPlan
 from sim.engine.sequence import Sequence
 from sim.kv.index.block_chain import BlockChain
 from sim.kv.memory import ALL_LAYERS
+from sim.kv.offload_options import OffloadOptions
 from sim.kv.tiers.host_cache import HostCache
 from sim.kv.tiers.jobs import Job, Offloaded, ranges_of
 from sim.kv.tiers.replacement import Access
@@ -24,36 +25,23 @@ class OffloadingConnector:
     """The scheduler's side of it.
 
     Args:
-        cache: the host's chunks.
-        block_size: tokens of a block.
-        blocks_per_chunk: blocks that are stored and loaded together.
-        prompts_only: store no generated tokens.
-        shares_loads: a request that finds a chunk being loaded for another waits for that, to hit it on the GPU.
-        load_s_per_block, store_s_per_block: of a copy; None: as the machine's constants say.
+        options: chunks and their copies.
+        limits: of the engine. With a prefix cache a request that finds a chunk being loaded for another waits for that.
+        block_bytes: of a block, on all GPUs together.
         worth: what is loaded all the same, by price; None: that is not counted.
     """
 
-    def __init__(
-        self,
-        cache: HostCache,
-        block_size: int,
-        *,
-        blocks_per_chunk: int = 1,
-        prompts_only: bool = True,
-        shares_loads: bool = True,
-        load_s_per_block: float | None = None,
-        store_s_per_block: float | None = None,
-        worth: Worth | None = None,
-    ) -> None:
-        self.cache, self.block_size, self.blocks_per_chunk = cache, block_size, blocks_per_chunk
-        self.chunk_tokens = block_size * blocks_per_chunk
-        self.prompts_only, self.shares_loads = prompts_only, shares_loads
-        self.load_s_per_block, self.store_s_per_block = load_s_per_block, store_s_per_block
+    def __init__(self, options: OffloadOptions, limits: Limits, block_bytes: float, worth: Worth | None) -> None:
+        self.cache = HostCache(options.num_chunks(block_bytes), options.eviction_policy, options.store_threshold)
+        self.block_size, self.blocks_per_chunk = limits.block_size, options.blocks_per_chunk
+        self.chunk_tokens = self.block_size * self.blocks_per_chunk
+        self.prompts_only, self.shares_loads = not options.offload_outputs, limits.enable_prefix_caching
+        self.load_s_per_block, self.store_s_per_block = options.load_s_per_block, options.store_s_per_block
         self.schedules_ahead = False
         """Whether copies wait for steps that are in flight when they are decided."""
-        self.chain = BlockChain(block_size)
+        self.chain = BlockChain(self.block_size)
         self.worth = worth
-        self.tier = TierCounters(num_blocks=cache.num_chunks * blocks_per_chunk)
+        self.tier = TierCounters(num_blocks=self.cache.num_chunks * self.blocks_per_chunk)
         self.loaded: set[Sequence] = set()
         """Whose loads have ended, as far as the scheduler has seen."""
         self.fenced: dict[Job, None] = {}

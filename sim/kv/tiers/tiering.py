@@ -9,14 +9,13 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from sim.engine.changes import Move, Tier
-from sim.engine.limits import TierCounters
+from sim.engine.limits import Limits, TierCounters
 from sim.engine.plan import IterationPlan
 from sim.engine.sequence import Sequence
 from sim.errors import UserError
 from sim.kv.memory import ALL_LAYERS, Memory
+from sim.kv.offload_options import OffloadOptions
 from sim.kv.tiers.connector import OffloadingConnector
-from sim.kv.tiers.drive import Drive
-from sim.kv.tiers.host_cache import HostCache
 from sim.kv.tiers.jobs import Job, Offloaded, ranges_of
 from sim.kv.tiers.storage import Lookups, Storage
 from sim.kv.tiers.worth import Worth
@@ -32,19 +31,7 @@ def connector_of(b: "Builder") -> OffloadingConnector:
     if options.storage_space and options.store_threshold > 1:
         raise UserError("store-threshold: with files behind the host vLLM stores at the first offer; leave it out")
     kind = TieringConnector if options.storage_space else OffloadingConnector
-    found = kind(
-        HostCache(options.num_chunks(b.block_bytes), options.eviction_policy, options.store_threshold),
-        b.limits.block_size,
-        blocks_per_chunk=options.blocks_per_chunk,
-        prompts_only=not options.offload_outputs,
-        shares_loads=b.limits.enable_prefix_caching,
-        load_s_per_block=options.load_s_per_block,
-        store_s_per_block=options.store_s_per_block,
-        worth=Worth.of(b, options.load_s_per_block),
-    )
-    if isinstance(found, TieringConnector):
-        found.keep_in(Storage(options.num_stored_chunks(b.block_bytes), found.chain), options.drive(b.block_bytes))
-    return found
+    return kind(options, b.limits, b.block_bytes, Worth.of(b, options.load_s_per_block))
 
 
 def share_storage(memories: Iterable[Memory]) -> None:
@@ -57,13 +44,12 @@ def share_storage(memories: Iterable[Memory]) -> None:
 
 
 class TieringConnector(OffloadingConnector):
-    """The scheduler's side of it; `keep_in` says in which files."""
+    """The scheduler's side of it."""
 
-    drive: Drive
-
-    def keep_in(self, storage: Storage, drive: Drive) -> None:
-        """The files, and how long copies from and to them take."""
-        self.drive = drive
+    def __init__(self, options: OffloadOptions, limits: Limits, block_bytes: float, worth: Worth | None) -> None:
+        super().__init__(options, limits, block_bytes, worth)
+        self.drive = options.drive(block_bytes)
+        storage = Storage(options.num_stored_chunks(block_bytes), self.chain)
         self.share(storage)
         self.storage_tier = TierCounters(num_blocks=(storage.num_chunks or 0) * self.blocks_per_chunk)
         self._copies: dict[Move, list[int]] = {}
