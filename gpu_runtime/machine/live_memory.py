@@ -25,8 +25,9 @@ from sim.errors import UserError
 from sim.kv.offload_options import OffloadOptions
 from sim.options.scenario import Scenario
 from sim.parts.catalogue import MEMORIES
+from sim.parts.options import GIB
 from sim.parts.stage.speculative import Speculative
-from sim.run.prepare import GIB, prepare
+from sim.run.prepare import prepare
 from sim.run.runs import Recording, build_engine
 from sim.systems.base import Policy
 from sim.systems.hcache.saved_states import TieredStates

@@ -5,9 +5,8 @@ from math import inf
 from typing import Literal
 
 from sim.kv.tiers.drive import Drive
-from sim.parts.options import MOST_GIB, CheckedOptions, Only, option, vllm_option
+from sim.parts.options import GIB, MOST_GIB, CheckedOptions, Only, option, vllm_option
 
-GIB = 1 << 30
 OFFLOADS = Only("offloads", told="kv-offloading-size")
 STORES = Only("storage_space")
 MEASURED = (0.0, 1e9)

@@ -3,9 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from sim.parts.options import MOST_GIB, CheckedOptions, Only, option
+from sim.parts.options import GIB, MOST_GIB, CheckedOptions, Only, option
 
-GIB = 1 << 30
 ON_DISK = Only("disk_space")
 
 

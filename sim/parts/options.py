@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from sim.errors import UserError
 
+GIB = 1 << 30
 MOST_GIB = 1e9
 """Larger than any store, and still countable in bytes."""
 

@@ -16,10 +16,9 @@ from typing import ClassVar
 from sim.errors import UserError
 from sim.kv.offload_options import OffloadOptions
 from sim.parts.batching.unified_options import VllmV1Options
+from sim.parts.options import GIB
 from sim.parts.stage.speculative_options import SpeculativeOptions
 from sim.systems.base import VLLM055, Asked, EngineLimits, Policy
-
-GIB = 1 << 30
 
 
 @dataclass(frozen=True)

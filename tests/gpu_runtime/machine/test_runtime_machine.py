@@ -22,7 +22,8 @@ from kvtwin.testing import build_engine, linear_machine
 from kvtwin.testing.live import SMALL, build_device, small_decoder, tight_limits
 from sim.errors import InvariantError, UserError
 from sim.options.scenario import Scenario
-from sim.run.prepare import GIB, prepare
+from sim.parts.options import GIB
+from sim.run.prepare import prepare
 from sim.specs.models import load_model
 from sim.systems import POLICIES
 

@@ -25,8 +25,9 @@ from sim.errors import UserError
 from sim.files import folder_name
 from sim.options.policies import parse_policy
 from sim.options.scenario import Scenario
+from sim.parts.options import GIB
 from sim.run.files import simulate
-from sim.run.prepare import GIB, prepare
+from sim.run.prepare import prepare
 from sim.systems import POLICIES
 from traces.request import Request
 from traces.writers import write_trace
