@@ -11,13 +11,13 @@ import pandas as pd
 
 from sim.files import write_atomically
 from sim.study.axes import Study
+from sim.study.intervals import CONFIDENCE
 from sim.study.sweep import Place, told_where
 
 Frame = Any
 """A pandas data frame: its own annotations are too wide to be checked against."""
 TABLES = ("table", "means")
 SUMMARY_FILE = "summary.json"
-CONFIDENCE = 0.95
 LANES = {"gpu_busy": "GPU compute", "h2d_busy": "PCIe host to device", "d2h_busy": "PCIe device to host"}
 """Columns with the share of the run in which a lane worked."""
 BESIDE = ("seed", "num_gpus", "error", "key")
