@@ -49,11 +49,7 @@ def _draw_prompts(ax: Axes, report: FitReport, models: Sequence[str]) -> None:
         kind = max(kinds, key=kinds.__getitem__, default=None)
         chosen = [j for j in alone if (report.samples[j].op, report.samples[j].tp) == kind]
         _points_and_line(ax, report, chosen, [report.samples[j].tokens for j in chosen], COLOURS[i % 7], model)
-    ax.set_xscale("log", base=2)
-    ax.set_yscale("log")
-    if models:
-        ax.legend(fontsize=8, frameon=False)
-    dress(ax, "tokens of one prompt", "ms per layer")
+    _dress_logs(ax, "tokens of one prompt", "ms per layer", legend=bool(models))
     set_title(ax, "Prompts: measured (dots) and fitted (lines)", TITLE_WIDTH)
 
 
@@ -74,12 +70,16 @@ def _draw_decodes(ax: Axes, report: FitReport, models: Sequence[str]) -> None:
         chosen.sort(key=lambda j: report.samples[j].context_tokens)
         contexts = [report.samples[j].context_tokens for j in chosen]
         _points_and_line(ax, report, chosen, contexts, COLOURS[i], f"batch {batch}")
+    _dress_logs(ax, "context tokens of a sequence", "ms per layer", legend=bool(shown))
+    set_title(ax, f"Decodes of {model}, likewise", TITLE_WIDTH)
+
+
+def _dress_logs(ax: Axes, x: str, y: str, *, legend: bool = True) -> None:
     ax.set_xscale("log", base=2)
     ax.set_yscale("log")
-    if shown:
+    if legend:
         ax.legend(fontsize=8, frameon=False)
-    dress(ax, "context tokens of a sequence", "ms per layer")
-    set_title(ax, f"Decodes of {model}, likewise", TITLE_WIDTH)
+    dress(ax, x, y)
 
 
 def _points_and_line(
@@ -146,10 +146,7 @@ def draw_diff(first: Profile, second: Profile, model_name: str) -> Figure:
         axes[1].plot(tokens, prompts_ms, color=COLOURS[i], lw=2.2 - i, label=label)
         axes[2].plot(batches, decodes_ms, color=COLOURS[i], lw=2.2 - i, label=label)
     for ax, x in ((axes[1], "tokens of one prompt"), (axes[2], "sequences, each with 1,024 tokens of context")):
-        ax.set_xscale("log", base=2)
-        ax.set_yscale("log")
-        ax.legend(fontsize=8, frameon=False)
-        dress(ax, x, "ms per iteration")
+        _dress_logs(ax, x, "ms per iteration")
     set_title(axes[1], f"{model_name}: prompt", 40)
     set_title(axes[2], f"{model_name}: decode", 40)
     return figure

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from calib.factors import factors_at, fit_factors
 from calib.holdout import leans, mean, regions
-from calib.robust import Array, Estimate, Fit, Parameter, fit_relative
+from calib.robust import Array, Fit, Parameter, fit_relative
 from calib.roofline import MOST_EXPONENT, attention_s, fastest, products_s, with_exponent
 from calib.samples import Sample
 from calib.terms import Terms, terms_of
@@ -104,11 +104,11 @@ def fit_quantised(
         seconds, attends = np.array([s.latency_s for s in chosen]), np.array([s.op != "linear" for s in chosen])
         over = np.where(terms.quantized_bytes > 0, own, of_16_bits)
         timed = _Timed(kind, terms, seconds, attends, fp8_kv, over)
-        fit = _fit(timed, known)
+        fit, _ = _fit(timed, known, factored=False)
         errors, unseen = _errors({**known, **fit.values}, timed), _unseen(chosen, timed, known)
         found = _by_phase(chosen, timed, errors, unseen)
         if not fp8_kv and unseen is not None and leans(regions(chosen, errors), whole=False):
-            factored, points = _fit_factored(timed, known)
+            factored, points = _fit(timed, known, factored=True)
             errors = _errors({**known, **factored.values}, timed.times(points))
             residual = _by_phase(chosen, timed, errors, _unseen(chosen, timed, known, factored=True))
             if _overall(residual) < _overall(found):
@@ -117,16 +117,14 @@ def fit_quantised(
                 factors[kind] = [(1, 1.0)]
         residuals |= found
         known |= fit.values
+        # Of NVFP4 samples say that quantising inputs is free, beside its launches.
         told = {
-            name: estimate for name, estimate in fit.estimates.items() if name != ATTENTION and _is_told(name, estimate)
+            name: estimate
+            for name, estimate in fit.estimates.items()
+            if name != ATTENTION and (estimate.told or not name.endswith("quantize_bytes_per_s"))
         }
-        fits.append(Fit(told, fit.scatter))
+        fits.append(replace(fit, estimates=told))
     return QuantisedFit(fits, residuals, factors)
-
-
-def _is_told(name: str, estimate: Estimate) -> bool:
-    """Whether the samples say anything of it: of NVFP4 they say that quantising inputs is free, beside its launches."""
-    return estimate.told or not name.endswith("quantize_bytes_per_s")
 
 
 def _parameters(timed: _Timed, known: Mapping[str, float]) -> dict[str, Parameter]:
@@ -162,34 +160,26 @@ def _predict_s(values: Mapping[str, float], timed: _Timed) -> Array:
         attended_s = attention_s(values, terms) - terms.layers * ~timed.attends * launch_s
     overhead_s = np.where(is_quantised, own_overhead_s, values["layer_overhead_s"])
     quantized_s = terms.quantized_bytes / quantize_rate
-    return _products_s(values, timed) * timed.factors + quantized_s + attended_s + terms.layers * overhead_s
-
-
-def _products_s(values: Mapping[str, float], timed: _Timed) -> Array:
-    is_quantised = timed.terms.quantized_bytes > 0
     own = {
         name: np.where(is_quantised, values[product_name(timed.kind, name)], values[name])
         for name in ("flops_per_s", "roofline_exponent")
     }
-    return products_s({**values, **own}, timed.terms)
+    ridged_s = products_s({**values, **own}, terms) * timed.factors
+    return ridged_s + quantized_s + attended_s + terms.layers * overhead_s
 
 
-def _fit(timed: _Timed, known: Mapping[str, float]) -> Fit:
-    def predicted(values: Mapping[str, float]) -> Array:
-        return _predict_s({**known, **_with_p(values, timed.kind)}, timed)
+def _fit(timed: _Timed, known: Mapping[str, float], *, factored: bool) -> tuple[Fit, list[Point]]:
+    """With factors, these are found together: half of the sizes are far off any ridge. Without, there are no points."""
 
-    found = fit_relative(predicted, timed.measured_s, _parameters(timed, known))
-    return Fit(with_exponent(found.estimates, product_name(timed.kind, EXPONENT)), found.scatter)
-
-
-def _fit_factored(timed: _Timed, known: Mapping[str, float]) -> tuple[Fit, list[Point]]:
-    """The same with factors: found together, since half of the sizes are far off any ridge."""
-
-    def predicted(values: Mapping[str, float], factors: Array) -> Array:
+    def predicted(values: Mapping[str, float], factors: Array = timed.factors) -> Array:
         return _predict_s({**known, **_with_p(values, timed.kind)}, replace(timed, factors=factors))
 
-    found, points = fit_factors(predicted, timed.terms.tokens, timed.measured_s, _parameters(timed, known))
-    return Fit(with_exponent(found.estimates, product_name(timed.kind, EXPONENT)), found.scatter), points
+    parameters, points = _parameters(timed, known), list[Point]()
+    if factored:
+        found, points = fit_factors(predicted, timed.terms.tokens, timed.measured_s, parameters)
+    else:
+        found = fit_relative(predicted, timed.measured_s, parameters)
+    return replace(found, estimates=with_exponent(found.estimates, product_name(timed.kind, EXPONENT))), points
 
 
 def _with_p(values: Mapping[str, float], kind: str) -> dict[str, float]:
@@ -214,8 +204,8 @@ def _unseen(
     for name in models:
         left_out = names == name
         others, one = timed.of(~left_out), timed.of(left_out)
-        fit, points = _fit_factored(others, known) if factored else (_fit(others, known), None)
-        errors[left_out] = _errors({**known, **fit.values}, one if points is None else one.times(points))
+        fit, points = _fit(others, known, factored=factored)
+        errors[left_out] = _errors({**known, **fit.values}, one.times(points) if factored else one)
     return errors
 
 

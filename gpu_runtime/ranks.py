@@ -192,9 +192,11 @@ class FirstGroup(Group):
 
     def _last_words(self) -> str | None:
         """Why the first rank that failed did; None if none has."""
+        # The group may not have been formed.
+        size = 1 + len(self._processes)
         if self._hangs:
             return (
-                f"the {self.size_asked} ranks stand still: rank 0 has been in an iteration, or waited for the others, "
+                f"the {size} ranks stand still: rank 0 has been in an iteration, or waited for the others, "
                 f"for {HANG_S:g} s. All were ended; on GPUs NCCL_DEBUG=INFO says what NCCL waits for"
             )
         for process, other in zip(self._processes, self._others, strict=True):
@@ -202,15 +204,10 @@ class FirstGroup(Group):
                 words = other.recv() if other.poll(LAST_WORDS_S) else None
             except (EOFError, OSError):
                 process.join(END_S)
-                words = f"{process.name} of {self.size_asked} ended with status {process.exitcode}"
+                words = f"{process.name} of {size} ended with status {process.exitcode}"
             if words is not None:
                 return words
         return None
-
-    @property
-    def size_asked(self) -> int:
-        """Ranks of the group, formed or not."""
-        return 1 + len(self._processes)
 
     def close(self) -> None:
         """End the other ranks, and leave the group."""

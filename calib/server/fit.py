@@ -116,7 +116,7 @@ def fit_server(setup: Setup, served: ServedRun, *, name: str, constants: Sequenc
     kept = [constant for constant in names if constant not in untold]
     held_out = _held_out(setup, served, kept, fit_with)
     profile = _profile(setup, served, fit, name, method, held_out, together)
-    whole = _whole(setup, served, fit)
+    whole = mean_errors(simulated_times(with_constants(setup, fit.values), served), measured_times(served))
     notes += _at_limits(setup, fit)
     if together:
         notes.append(f"the run tells {' and '.join(together)} together only: with them trust loads like this one")
@@ -143,11 +143,8 @@ def _way(
     """How to fit the run, that in words, and why not better."""
     requests = f"TTFT and TPOT of {len(served.requests)} requests"
     if not served.has_token_times:
-        return (
-            fit_requests,
-            requests,
-            ["the file does not say when each token came: fitted to requests, not iterations"],
-        )
+        note = "the file does not say when each token came: fitted to requests, not iterations"
+        return fit_requests, requests, [note]
     own, count = _of_front_end(names), len(served.requests)
     found = replay(with_constants(setup, front_end_of(count, own).values) if own else setup, served, count)
     if found.matched < LEAST_MATCHED:
@@ -249,11 +246,6 @@ def _untold_error(served: ServedRun, names: Sequence[str]) -> UserError:
     return UserError(
         f"{served.path}: does not tell {', '.join(names)} ({_load(served)}): {REMEDY}, or name others with --constants"
     )
-
-
-def _whole(setup: Setup, served: ServedRun, fit: Fit) -> dict[str, float]:
-    """Errors of the means of all requests."""
-    return mean_errors(simulated_times(with_constants(setup, fit.values), served), measured_times(served))
 
 
 def _leaves_the_weights(setup: Setup, kv_rate: str, fit: Fit) -> bool:

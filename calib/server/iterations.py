@@ -111,7 +111,9 @@ def replay(setup: Setup, served: ServedRun, known: int) -> Replay:
             if seen_s:
                 num_seen += 1
                 seconds = end_s - start_s
-                apart_s = max(abs(second - end_s) for second in _middle(seen_s))
+                # Without the outermost tenth at each end.
+                cut = len(seen_s) // 10
+                apart_s = max(abs(second - end_s) for second in seen_s[cut : len(seen_s) - cut])
                 if is_clean and seconds > 0.0 and apart_s <= DISAGREEMENT * seconds:
                     steps.append(Step(tuple(plans), seconds, follows))
                 start_s, follows = end_s, frozen
@@ -149,12 +151,6 @@ def _seen(plan: IterationPlan, times_s: Seq[Seq[float]], num_generated_of) -> li
     return sorted(found)
 
 
-def _middle(seconds: list[float]) -> list[float]:
-    """Sorted values without the outermost tenth at each end."""
-    cut = len(seconds) // 10
-    return seconds[cut : len(seconds) - cut]
-
-
 def _host_s(cost: CostModel, plan: IterationPlan) -> float:
     """The host's part of an iteration, s."""
     return 0.0 if cost.host is None else cost.host.seconds(plan.num_decodes + len(plan.chunks))
@@ -183,12 +179,5 @@ def _frozen(plan: IterationPlan) -> IterationPlan:
 def predict_steps_s(cost: CostModel, steps: Seq[Step]) -> Array:
     """Seconds of each step, shape (steps,)."""
     price = cache(cost.iteration_s)
-    return np.array(
-        [
-            sum(
-                _plan_s(cost, plan, before, price)
-                for before, plan in zip((step.before, *step.plans[:-1]), step.plans, strict=True)
-            )
-            for step in steps
-        ]
-    )
+    pairs = (zip(step.plans, (step.before, *step.plans[:-1]), strict=True) for step in steps)
+    return np.array([sum(_plan_s(cost, plan, before, price) for plan, before in pair) for pair in pairs])

@@ -15,7 +15,7 @@ from gpu_runtime.kv.copies import KVCopies
 from gpu_runtime.kv.copy_engine import CopyHandle
 from gpu_runtime.kv.pool import KVPool
 from gpu_runtime.kv.replay.held import BlockCopy
-from gpu_runtime.kv.replay.uncached_placement import Uncached, UncachedPlacement
+from gpu_runtime.kv.replay.uncached_placement import UncachedPlacement
 from gpu_runtime.layers.layer_pass import Graphs, LayerPass
 from gpu_runtime.layers.pass_members import BlockTables, Member
 from gpu_runtime.model.attention_batch import AttentionBatch
@@ -71,6 +71,7 @@ class RebuildingPass(LayerPass):
     def __init__(self, uncached: UncachedTokens) -> None:
         super().__init__(uncached.placement, BlockIds(0), uncached.copies)
         self._uncached, self._group = uncached, uncached.layer_group
+        self._of = uncached.placement.uncached
         record = uncached.record
         self._tokens = dict(record.tokens) if record is not None else {}
         self._first = len(record.recomputed) if record is not None else 0
@@ -94,12 +95,9 @@ class RebuildingPass(LayerPass):
             if member.cached and member.seq in self._tokens:
                 self._back.append(member)
                 self._out[member] = self._uncached.new_groups[member.seq]
-            elif not member.cached and (mine := self._mine(member)) is not None:
-                self._out[member] = tuple(mine.host)
+            elif not member.cached and member.seq in self._of:
+                self._out[member] = tuple(self._of[member.seq].host)
         return super().run(decoder, pool, tables, graphs)
-
-    def _mine(self, member: Member) -> Uncached | None:
-        return self._uncached.placement.uncached.get(member.seq)
 
     # -- computing again -----------------------------------------------------------------------------------------------
 
@@ -152,8 +150,7 @@ class RebuildingPass(LayerPass):
             return
         copies = []
         for member, group in wanted:
-            mine = self._mine(member)
-            assert mine is not None
+            mine = self._of[member.seq]
             source, target = mine.host[group][: mine.lacking], member.held.gpu[group][: mine.lacking]
             member.num_read += len(source)
             copies.append(BlockCopy(member.seq, (group,), Direction.H2D, tuple(source), tuple(target)))
@@ -190,9 +187,7 @@ class RebuildingPass(LayerPass):
             self._bring([(m, later) for m in self._back if self._before(m, later) == group], leaving)
 
     def _copy_away(self, member: Member, group: int) -> BlockCopy:
-        mine = self._mine(member)
-        assert mine is not None
-        target = mine.host[group]
+        target = self._of[member.seq].host[group]
         source = member.held.gpu[group][: len(target)]
         member.num_sent += len(source)
         return BlockCopy(member.seq, (group,), Direction.D2H, tuple(source), tuple(target))

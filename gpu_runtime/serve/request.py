@@ -156,9 +156,8 @@ def sampling_of(data: dict[str, Any], default: Sampling) -> Sampling:
     """How tokens are chosen by the fields of an object; `Refused` for a value that cannot be."""
     fields, given = _Fields(data), dict[str, Any]()
     for name, least, most in SHARES:
-        fields.within(name, least, most)
         if name in fields:
-            given[name] = fields.number(name)
+            given[name] = fields.number(name, least, most)
     for name, least in (("top_k", -1), ("seed", -SEED_LIMIT)):
         if name in fields:
             given[name] = fields.integer(name, least=least)
@@ -213,16 +212,13 @@ class _Fields:
             raise _refused(name, value, f"is not a whole number of at least {least}")
         return value
 
-    def number(self, name: str) -> float:
-        value = self.data.get(name, 0)
+    def number(self, name: str, least: float, most: float) -> float:
+        value = self.data[name]
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise _refused(name, value, "is not a number")
-        return value
-
-    def within(self, name: str, least: float, most: float) -> None:
-        value = self.number(name)
-        if name in self.data and not least <= value <= most:
+        if not least <= value <= most:
             raise _refused(name, value, f"is not between {least:g} and {most:g}")
+        return value
 
     def mapping(self, name: str) -> dict[str, Any]:
         value = self.data.get(name, {})
@@ -270,10 +266,8 @@ def _stop_texts(value: Any) -> tuple[str, ...]:  # noqa: ANN401
 def _ids(name: str, value: Any) -> list[int]:  # noqa: ANN401
     if not isinstance(value, list):
         raise _refused(name, value, "is not a list of token ids")
-    if all(type(token) is int and token >= 0 for token in value):
-        return value
     for i, token in enumerate(value):
-        if isinstance(token, bool) or not isinstance(token, int) or token < 0:
+        if type(token) is not int or token < 0:
             raise _refused(f"{name}[{i}]", token, "is not a token id; send whole numbers of at least 0")
     return value
 

@@ -4,6 +4,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from gpu_runtime.twin.figure import draw_shares
 from sim.results.figures.style import (
     COLOURS,
     FAINT,
@@ -39,9 +40,8 @@ def _distribution(ax: Axes, simulated_s: Array, measured_s: Array, latency: str)
     found: list[Array] = []
     for values_s, label, colour in ((simulated_s, "simulated", SIMULATED), (measured_s, "measured", MEASURED)):
         ordered = np.sort(values_s[np.isfinite(values_s)])
+        draw_shares(ax, ordered, color=colour, lw=1.4, label=label)
         if len(ordered):
-            share = 100 * (np.arange(len(ordered)) + 1) / len(ordered)
-            ax.step(ordered, share, where="post", color=colour, lw=1.4, label=label)
             found.append(ordered)
     if found and wants_log(found):
         ax.set_xscale("log")

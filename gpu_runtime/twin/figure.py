@@ -1,6 +1,7 @@
 """The simulated twin over the live one: KV blocks over time, errors, TTFT and TPOT of every request, iterations."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -73,13 +74,16 @@ def _draw_errors(ax: Axes, found: Sequence[Agreement]) -> None:
 
 def _draw_distribution(ax: Axes, simulated_s: np.ndarray, live_s: Sequence[np.ndarray], latency: str) -> None:
     for values, colour, label in [*((v, LIVE, "live") for v in live_s), (simulated_s, SIMULATED, "simulated")]:
-        ordered = np.sort(values[np.isfinite(values)]) * 1e3
-        if len(ordered):
-            share = 100 * (np.arange(len(ordered)) + 1) / len(ordered)
-            ax.step(ordered, share, where="post", color=colour, lw=1.3, alpha=0.8, label=label)
+        draw_shares(ax, np.sort(values[np.isfinite(values)]) * 1e3, color=colour, lw=1.3, alpha=0.8, label=label)
     _legend_once(ax)
     dress(ax, f"{latency.upper()}, ms", "% of requests")
     set_title(ax, LATENCIES[latency])
+
+
+def draw_shares(ax: Axes, ordered: np.ndarray, **style: Any) -> None:  # noqa: ANN401 - matplotlib's
+    """How many per cent are at most as large as each of these, which ascend; nothing of none."""
+    if len(ordered):
+        ax.step(ordered, 100 * (np.arange(len(ordered)) + 1) / len(ordered), where="post", **style)
 
 
 def _draw_iterations(against: Axes, errors: Axes, pairs: Sequence[Pair]) -> None:
@@ -99,8 +103,7 @@ def _draw_iterations(against: Axes, errors: Axes, pairs: Sequence[Pair]) -> None
             continue
         against.plot(live_ms, simulated_ms, ".", color=colour, ms=4, alpha=0.6, label=kind)
         error = np.sort(100 * (simulated_ms / live_ms - 1))
-        share = 100 * (np.arange(len(error)) + 1) / len(error)
-        errors.step(error, share, where="post", color=colour, lw=1.3, label=f"{kind}, {len(error)}")
+        draw_shares(errors, error, color=colour, lw=1.3, label=f"{kind}, {len(error)}")
     against.legend(fontsize=8.5, frameon=False)
     errors.legend(fontsize=8.5, frameon=False)
     dress(against, "live, ms", "simulated, ms")
