@@ -24,6 +24,7 @@ class WindowLimits(msgspec.Struct, frozen=True):
         blocks: of a full ring; None: memory keeps everything for every layer, and there are no groups.
         window_first: the model's first layer has the window.
         chosen: memory keeps tokens that are chosen, not the latest ones: rings whatever the manager, no prefixes.
+        own_blocks: of a pool of their own, beside that of the layers that keep all (SGLang); None: there is none.
     """
 
     tokens: int
@@ -32,6 +33,7 @@ class WindowLimits(msgspec.Struct, frozen=True):
     blocks: int | None = None
     window_first: bool = False
     chosen: bool = False
+    own_blocks: int | None = None
 
 
 class StateLimits(msgspec.Struct, frozen=True):

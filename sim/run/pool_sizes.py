@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from msgspec.structs import replace
+
 from sim.engine.limits import Limits, StateLimits, WindowLimits
 from sim.errors import UserError
 from sim.options.scenario import Scenario
@@ -15,7 +17,7 @@ from sim.specs.hardware import HardwareSpec
 from sim.specs.kv_format import KVGroups, hybrid_groups, like_groups
 from sim.specs.memory import LEAST_FLASHINFER_CAPABILITY, EngineMemory, kv_cache_blocks, state_block_size
 from sim.specs.models import ModelSpec
-from sim.systems.base import EngineLimits, Policy
+from sim.systems.base import EngineLimits, Policy, WindowPool
 
 if TYPE_CHECKING:
     from sim.specs.sparse_attention import SparseAttention
@@ -46,7 +48,13 @@ def limits_of(
         block_size = state_block_size(
             model, scenario.tp, block_size, within_chunks=cached and states.exports_within_chunks
         )
-    draft_weights, draft_kv = _drafting_bytes(policy, model, scenario.tp)
+    layers = None if groups is None else float(groups.num_groups * groups.layers_per_group)
+    further, draft_kv = _drafting_bytes(policy, model, scenario.tp)
+    own = policy.window_pool(window.tokens, block_size, engine) if window and model.windows_apart else None
+    if own:
+        kv = model.kv_format(scenario.tp)
+        layers = kv.num_full_stored + own.share * kv.num_window_stored
+        further += own.tokens * kv.num_window_stored * model.kv_bytes_per_token_layer(scenario.tp)
     pool = kv_cache_blocks(
         model,
         hardware,
@@ -57,13 +65,15 @@ def limits_of(
         max_num_seqs=engine.max_num_seqs,
         swap_space_bytes_per_gpu=swap_space * GIB,
         num_gpu_blocks_override=scenario.num_gpu_blocks_override,
-        groups=groups,
+        stored_layers=layers,
         pipeline_parallel_size=pp,
         experts=experts,
-        further_weight_bytes=draft_weights + _adapter_bytes(policy, model, scenario.tp, warnings),
+        further_weight_bytes=further + _adapter_bytes(policy, model, scenario.tp, warnings),
         draft_kv_bytes_per_token=draft_kv,
         engine=memory,
     )
+    if own and window:
+        window = replace(window, own_blocks=_own_blocks(own, pool.num_gpu_blocks, block_size, window, model))
     host_blocks = scenario.num_cpu_blocks_override
     if host_blocks is None:
         host_blocks = pool.num_cpu_blocks
@@ -106,6 +116,17 @@ def _window(
     blocks = -(-kv.window // block_size)
     window_first, chosen = kv.layers[0].window is not None, scenario.sparse_attention is not None
     return groups, WindowLimits(kv.window, groups.num_full, groups.num_window, blocks, window_first, chosen)
+
+
+def _own_blocks(own: WindowPool, num_blocks: int, block_size: int, window: WindowLimits, model: ModelSpec) -> int:
+    """Blocks of the pool of layers with a window; UserError where no request would ever be admitted."""
+    blocks, least = own.blocks(num_blocks, block_size), window.tokens - 1 + block_size
+    if blocks * block_size <= least:
+        raise UserError(
+            f"sglang swa-full-tokens-ratio: the pool of {model.name}'s layers with a window has {blocks * block_size} "
+            f"tokens, and no request is admitted into {least} or fewer; raise it, or --sglang-max-total-tokens"
+        )
+    return blocks
 
 
 def has_rings(names: Mapping[str, str]) -> bool:

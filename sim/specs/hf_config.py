@@ -164,6 +164,7 @@ def _spec(fields: Fields, family: Family, quantization: Quantization, name: str)
         quantization=quantization.format,
         kv_dequantize_ops=DEQUANTIZE_OPS if kv_bytes < plain else 0.0,
         adapted=family.adapted,
+        windows_apart=family.windows_apart,
     )
     if kind == "opt":
         _check_opt(fields, hidden)

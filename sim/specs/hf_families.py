@@ -17,6 +17,7 @@ class Family(msgspec.Struct, frozen=True):
         sliding_by_default: a `sliding_window` counts even where `use_sliding_window` is absent.
         window_pattern: every so many-th layer attends to all, the others have the window; None: as the config says.
         norms: norms of h elements in a layer.
+        windows_apart: as `ModelSpec.windows_apart` has it.
         sinks: a learned logit for each query head in the softmax of attention, which takes no KV.
         expert_bias: biases on the projections of routed experts.
         gdn: layers that are not full attention keep the state of Gated DeltaNet.
@@ -36,6 +37,7 @@ class Family(msgspec.Struct, frozen=True):
     sliding_by_default: bool = True
     window_pattern: int | None = None
     norms: int = 2
+    windows_apart: bool = False
     sinks: bool = False
     expert_bias: bool = False
     gdn: bool = False
@@ -69,7 +71,7 @@ FAMILIES: dict[str, Family] = {
     "qwen3_vl_moe_text": QWEN3_MOE,
     "mimo": Family(qkv_bias="config", output_bias=False, sliding_by_default=False),
     "minimax_m2": Family(qkv_bias=False, output_bias=False, qk_norm="all", moe="mixtral", router_bias=True),
-    "gpt_oss": Family(moe="mixtral", router_bias=True, sinks=True, expert_bias=True),
+    "gpt_oss": Family(moe="mixtral", router_bias=True, windows_apart=True, sinks=True, expert_bias=True),
     "deepseek_v2": Family(mla=True, moe="fine"),
     "deepseek_v3": Family(mla=True, moe="fine", router_bias=True),
     "deepseek_v32": Family(mla=True, moe="fine", router_bias=True, indexer=True),

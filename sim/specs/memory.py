@@ -17,7 +17,6 @@ import msgspec
 from sim.errors import UserError
 from sim.specs.expert_layout import ExpertLayout
 from sim.specs.hardware import HardwareSpec
-from sim.specs.kv_format import KVGroups
 from sim.specs.model_spec import ModelSpec
 from sim.specs.quantization import MXFP4_BYTES
 
@@ -136,7 +135,7 @@ def kv_cache_blocks(
     max_num_seqs: int,
     swap_space_bytes_per_gpu: float,
     num_gpu_blocks_override: int | None = None,
-    groups: KVGroups | None = None,
+    stored_layers: float | None = None,
     pipeline_parallel_size: int = 1,
     experts: ExpertLayout | None = None,
     further_weight_bytes: float = 0.0,
@@ -155,7 +154,7 @@ def kv_cache_blocks(
         max_num_seqs: sequences of the profiled prefill.
         swap_space_bytes_per_gpu: host memory for swapped blocks per GPU (vLLM: 4 GiB).
         num_gpu_blocks_override: that many GPU blocks, whatever would fit (vLLM: --num-gpu-blocks-override).
-        groups: of layers that a block serves apart; a whole block has one block for each. None: all layers in one.
+        stored_layers: layers' worth of KV that a whole block has; None: all of the model's.
         pipeline_parallel_size: groups, the stages of a pipeline (vLLM: --pipeline-parallel-size).
         experts: which GPUs share the routed experts; None: those of the group.
         further_weight_bytes: on each GPU, of what drafts tokens and of adapters.
@@ -172,9 +171,8 @@ def kv_cache_blocks(
             f"must be 0 to the host's {hardware.host_memory_bytes / 1e9:.0f} GB: choose less"
         )
     block_bytes = block_size * model.kv_bytes_per_token(tensor_parallel_size)
-    if groups is not None:
-        layers = groups.num_groups * groups.layers_per_group
-        block_bytes = block_size * layers * model.kv_bytes_per_token_layer(tensor_parallel_size)
+    if stored_layers is not None:
+        block_bytes = block_size * stored_layers * model.kv_bytes_per_token_layer(tensor_parallel_size)
     block_bytes += block_size * draft_kv_bytes_per_token
     block_bytes /= pipeline_parallel_size
     num_cpu_blocks = int(swap_space_bytes_per_gpu // block_bytes)

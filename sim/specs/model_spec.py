@@ -131,6 +131,9 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     adapted: Literal["", "projections", "all"] = ""
     """What vLLM gives adapters beside: projections alone, embeddings and head as well; empty: not known."""
 
+    windows_apart: bool = False
+    """Whether SGLang 0.5.23 gives layers with a window a pool of their own (its `is_hybrid_swa_model`)."""
+
     def with_dtype(self, dtype_bytes: float) -> "ModelSpec":
         """The same model with weights, activations and KV cache of `dtype_bytes`; what is quantised stays so."""
         old = self.dtype_bytes

@@ -58,6 +58,19 @@ class Asked(msgspec.Struct, frozen=True):
     gpu_memory_bytes: float = 0.0
 
 
+class WindowPool(msgspec.Struct, frozen=True):
+    """A pool of their own for the layers with a window: so many `tokens`, or that `share` of the others' tokens."""
+
+    share: float = 0.0
+    tokens: int = 0
+
+    def blocks(self, num_blocks: int, block_size: int) -> int:
+        """Its blocks beside so many of the others."""
+        if self.tokens:
+            return min(-(-self.tokens // block_size), num_blocks)
+        return int(num_blocks * block_size * self.share) // block_size
+
+
 class EngineLimits(msgspec.Struct, frozen=True):
     """The engine's limits before memory is sized, and what the user should know of them."""
 
@@ -195,6 +208,10 @@ class Policy(ABC):
                 "leave it out"
             )
         return tokens
+
+    def window_pool(self, window_tokens: int, block_size: int, engine: EngineLimits) -> WindowPool | None:
+        """That of layers with a window of so many tokens, the query's own included; None: they have none."""
+        return None
 
     def told(self, block_size: int | None) -> dict[str, int | bool]:
         """Fields of the scenario, by name, that options of the system's own set, in whose blocks (None: left open)."""

@@ -19,9 +19,11 @@ HERE = Path(__file__).resolve().parent
 CASES = HERE / "cases_sglang"
 SEEDS = (
     2007, 2012, 2036, 2038, 2041, 2043, 2056, 2058, 2084, 2097, 2098, 10001, 10009, 10031, 10044, 10109,
+    20011, 20038, 20101, 20118, 20121, 20131, 20140, 20141, 20152, 20155, 20180, 20184,
 )  # fmt: skip
 COPYING = HERE / "cases_sglang_copying"
 COPYING_SEEDS = 102, 106, 109, 110, 115, 119, 125, 131, 139
+FIRST_WINDOWED = 20000
 COSTS = (
     "0.005,4e-5,2e-9,0.02,2e-5,6e-7",
     # Every step as long: arrivals fall exactly on boundaries.
@@ -31,8 +33,17 @@ COSTS = (
 Row = tuple[float, int, int, list[int], list[int], int]
 
 
+MODEL = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "intermediate_size": 128,
+    "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 1000,
+    "max_position_embeddings": 1 << 20, "rms_norm_eps": 1e-5, "torch_dtype": "bfloat16", "is_hybrid_swa": True,
+    "hybrid_layer_pattern": [1, 0],
+}  # fmt: skip
+"""A model of which one layer of two has a window, in a pool of its own (`is_hybrid_swa`)."""
+
+
 class Workload:
-    """One random workload and the settings it runs under."""
+    """One random workload and the settings it runs under; from seed `FIRST_WINDOWED` on layers have a window."""
 
     def __init__(self, seed: int) -> None:
         self.dice = dice = random.Random(f"kvtwin sglang {seed}")
@@ -48,6 +59,7 @@ class Workload:
             self.length, self.prompts, self.outputs = max(self.length, 200), "short", "long"
         self.naming = choice([self._private, self._shared, self._shared, self._turn, self._turn, self._twin])
         self.priorities = choice([[0], [0, 20], [0, 5, 11, 30], list(range(50))])
+        self.window = choice([4, 15, 16, 31, 64, 127, 300]) if seed >= FIRST_WINDOWED else None
         self.num_ids = 1000
         self.stems = [list(range(100 * i, 100 * i + 80)) for i in range(dice.randint(1, 3))]
         self.talks: list[tuple[int, int, list[int], list[int]]] = []
@@ -127,7 +139,7 @@ class Workload:
         dice, page = self.dice, self.page
         choice = dice.choice
         pool = self.length + page + choice([8, 8, 30, 100, 400, 1500] if not self.is_pressed else [100, 200, 400])
-        pool = -(-pool // page) * page
+        pool = -(-max(pool, (self.window or 0) + 3 * page) // page) * page
         chunk = choice([-1, 512, page, 2 * page, 16 * -(-page // 16), 64 * -(-page // 64)])
         found = [
             "--pool", pool, "--page", page, "--chunk", chunk, "--cost", choice(COSTS), "--context",
@@ -147,10 +159,14 @@ class Workload:
             aware = [] if "--no-radix" in found else ["lpm", "lpm", "dfs-weight"]
             found += ["--policy", choice(["fcfs", "fcfs", "lof", *aware])]
         found += ["--eviction", choice(["lru"] * 8 + ["lfu", "fifo", "mru", "filo", "slru", "priority"])]
-        if "--no-radix" not in found and dice.random() < 0.3:
+        if "--no-radix" not in found and self.window is None and dice.random() < 0.3:
             write = choice(["write_through", "write_through_selective", "write_back"])
             found += ["--hicache", write, "--hicache-ratio", choice([0.5, 1.0, 1.2, 2.0, 4.0])]
-        extra = {}
+        extra: dict[str, object] = {}
+        if self.window is not None:
+            # A pool of no more than a window and a page is refused.
+            least = (self.window + 2 * page + 1) / pool
+            extra["swa_full_tokens_ratio"] = min(1.0, max(choice([0.1, 0.3, 0.5, 0.8, 1.0]), least))
         if dice.random() < 0.1:
             extra["prefill_max_requests"] = dice.randint(1, 3)
         if "--priority" in found and dice.random() < 0.3:
@@ -177,7 +193,7 @@ def ask(python: str, oracle: str, folder: Path, seeds: list[int], kind: type[Wor
         for seed in seeds:
             workload = kind(seed)
             rows, arguments = workload.rows(), workload.arguments()
-            known[seed], settings[seed] = rows, workload.beyond
+            known[seed], settings[seed] = rows, dict(workload.beyond)
             lines = ["arrival_s,prompt_tokens,output_tokens,hash_ids,hash_block_tokens,output_hash_ids,priority"]
             for at, prompt, output, ids, answer, priority in rows:
                 names = ",".join((" ".join(map(str, ids)), "16", " ".join(map(str, answer))))
@@ -185,6 +201,13 @@ def ask(python: str, oracle: str, folder: Path, seeds: list[int], kind: type[Wor
             trace = place / f"{seed:05}.csv"
             trace.write_text("\n".join(lines) + "\n", encoding="utf-8")
             beyond = [word for name, value in workload.beyond.items() for word in (f"--{name}", str(value))]
+            if workload.window is not None:
+                model = place / f"window{workload.window}"
+                model.mkdir(exist_ok=True)
+                config = json.dumps({**MODEL, "sliding_window": workload.window})
+                (model / "config.json").write_text(config, encoding="utf-8")
+                arguments[-1] = json.dumps({**json.loads(arguments[-1]), "model_path": str(model)})
+                settings[seed]["window"] = workload.window
             jobs.append(json.dumps([str(trace), "--out", str(place / f"{seed:05}.json"), *arguments, *beyond]))
         (place / "jobs").write_text("\n".join(jobs) + "\n", encoding="utf-8")
         script = str(HERE / "sglang_ask.py")
@@ -198,6 +221,10 @@ def ask(python: str, oracle: str, folder: Path, seeds: list[int], kind: type[Wor
             found = json.loads(answer.read_text(encoding="utf-8"))
             found["workload"] = known[seed]
             found["args"] |= settings[seed]
+            if "window" in settings[seed]:
+                extra = json.loads(found["args"]["extra"])
+                del extra["model_path"]
+                found["args"]["extra"] = json.dumps(extra)
             data = json.dumps(found, separators=(",", ":")).encode()
             (folder / f"{seed:05}.json.gz").write_bytes(gzip.compress(data, mtime=0))
 

@@ -3,14 +3,15 @@
 import gzip
 import json
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from v1_replay import beyond_the_clear, request_differences, requests_of
 
 from kvtwin.testing import engines
 from sim.engine.decisions import DecisionLog
-from sim.engine.limits import Limits
+from sim.engine.limits import Limits, WindowLimits
+from sim.systems.base import EngineLimits
 from sim.systems.sglang.batching import ExtendFirst
 from sim.systems.sglang.memory import TreeMemory
 from sim.systems.sglang.preset import Sglang
@@ -28,7 +29,7 @@ OPTIONS = {
     "ignore_eos": "ignore_eos",
     "declared": "max_new_tokens",
 }
-EXTRA = ("prefill_max_requests", "disable_priority_preemption", "retraction_policy")
+EXTRA = ("prefill_max_requests", "disable_priority_preemption", "retraction_policy", "swa_full_tokens_ratio")
 TOTALS = ("iterations", "preemptions", "hit_tokens", "rehit_tokens", "evicted_tokens", "loaded_tokens")
 
 
@@ -63,7 +64,12 @@ def replay(answer: dict, folder: Path, *, jump: bool, checked: bool = False) -> 
     assert not extra, extra
     if args["hicache"]:
         options |= {"enable_hierarchical_cache": True, "hicache_write_policy": args["hicache"]}
-    policy = Sglang(**options, disable_overlap_schedule=not args["overlap"])
+    policy = Sglang(
+        **options,
+        disable_overlap_schedule=not args["overlap"],
+        disable_radix_cache=args["no_radix"],
+        max_running_requests=args["max_running"],
+    )
     limits = Limits(
         num_gpu_blocks=args["pool"] // args["page"],
         num_cpu_blocks=0,
@@ -75,6 +81,13 @@ def replay(answer: dict, folder: Path, *, jump: bool, checked: bool = False) -> 
         enable_chunked_prefill=args["chunk"] > 0,
         enable_prefix_caching=not args["no_radix"],
     )
+    if "window" in args:
+        # SGLang's window leaves the query's own token out.
+        engine = EngineLimits(args["max_running"], limits.max_num_batched_tokens, limits.enable_chunked_prefill)
+        pool = policy.window_pool(args["window"] + 1, args["page"], engine)
+        assert pool is not None
+        own = pool.blocks(limits.num_gpu_blocks, args["page"])
+        limits = replace(limits, window=WindowLimits(args["window"] + 1, own_blocks=own))
     costs = tuple(map(float, args["cost"].split(",")))
     # By default SGLang's copies were free, and over at once.
     copy_s = args.get("copy_s", 0.0) * args["page"]
@@ -90,11 +103,11 @@ def replay(answer: dict, folder: Path, *, jump: bool, checked: bool = False) -> 
     outcome = engines.simulate(policy, requests, limits, machine=machine, jump=jump, checked=checked, observe=listen)
     for seq in outcome.ended:
         found.requests[str(seq.request.request_id)] = {
-            "first": None if seq.error else seq.first_token_s,
+            "first": seq.first_token_s if seq.num_generated or not seq.error else None,
             "finish": None if seq.error else seq.finish_s,
             "preempted": seq.num_preemptions,
-            "hit": None if seq.error else seq.num_cached_tokens,
-            "output": seq.num_generated,
+            "hit": seq.num_cached_tokens if seq.num_generated or not seq.error else None,
+            "output": None if seq.error else seq.num_generated,
         }
     memory, counters = outcome.scheduler.memory, outcome.scheduler.counters
     assert isinstance(memory, TreeMemory)

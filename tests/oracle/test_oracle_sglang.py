@@ -34,6 +34,13 @@ def test_every_decision_is_sglangs_where_copies_take_time(path: Path, jump: bool
     assert differences(found, answer) == [], first_difference(found, answer)
 
 
+@pytest.mark.parametrize("seed", ["20121", "20155", "20180"])
+def test_the_books_of_both_pools_are_those_of_their_sequences(seed: str) -> None:
+    path = CASES[0].with_name(f"{seed}.json.gz")
+    answer = read(path)
+    assert differences(replay(answer, path.parent, jump=True, checked=True), answer) == []
+
+
 @pytest.mark.skipif(not ANSWERS, reason="needs the shared answers of SGLang's own scheduler")
 @jumped_and_stepped
 @pytest.mark.parametrize("path", ANSWERS, ids=lambda path: path.stem)
@@ -55,5 +62,10 @@ def test_there_are_cases_of_every_kind() -> None:
     # Retracted while a token is in flight, and while none is; ended by a token that the scheduler did not expect.
     assert {answer["args"]["overlap"] for answer in answers if answer["preemptions"] > 3} == {False, True}
     assert {arg["overlap"] for arg in args if arg["declared"]} == {False, True}
+    # Layers with a window in a pool of their own; retracted for its sake, out of room alone; with a cache and without.
+    windowed = [answer for answer in answers if "window" in answer["args"]]
+    assert {arg["overlap"] for arg in (answer["args"] for answer in windowed)} == {False, True}
+    assert any(answer["preemptions"] > 3 for answer in windowed)
+    assert any("output" not in request for answer in windowed for request in answer["requests"].values())
     for total in ("hit_tokens", "rehit_tokens", "evicted_tokens", "loaded_tokens"):
         assert sum(answer[total] for answer in answers) > 300

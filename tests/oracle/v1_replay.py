@@ -190,7 +190,7 @@ def request_differences(found: dict, answer: dict, counts: tuple[str, ...], engi
     for key, want in answer["requests"].items():
         got = found[key]
         for name in ("first", "finish", *counts):
-            a, b = got[name], want[name]
+            a, b = got[name], want.get(name)
             same = abs(a - b) < 1e-6 if isinstance(a, float) and isinstance(b, float) else a == b
             if not same:
                 yield f"request {key} {name}: {a} where {engine} has {b}"

@@ -19,6 +19,7 @@ from sim.systems.sglang.memory import TreeMemory
 from sim.systems.sglang.options import SglangOptions
 from sim.systems.sglang.prefill_pass import PrefillPass, Verdict
 from sim.systems.sglang.queue import SglangQueue
+from sim.systems.sglang.window_memory import WindowTreeMemory
 
 if TYPE_CHECKING:
     from sim.engine.scheduler import Scheduler
@@ -32,6 +33,7 @@ RETRACT_STEPS = 20
 """Decode steps for which a retraction makes room."""
 SPARE_PROMPT_TOKENS = 5
 PROMPT_TOO_LONG = "prompt longer than SGLang takes: at most max_model_len or the pool, less 7 tokens"
+NO_ROOM_ALONE = "no room for it in the pool of layers with a window, though nothing else runs; SGLang waits for ever"
 OUT_OF_MEMORY = "out of memory even after retracting all other requests"
 
 
@@ -71,6 +73,8 @@ class ExtendFirst(Batching):
         """No request is tried until one has left."""
         self.chunked: Sequence | None = None
         """The one half-done prompt."""
+        self._waits_for_windows = False
+        """There was no room for its next chunk."""
         self._last: list[Sequence] | None = None
         """Those of the last step, where it prefilled and they are not among `running`."""
         self._rows: list[Sequence] = []
@@ -90,6 +94,8 @@ class ExtendFirst(Batching):
         memory, order = scheduler.memory, scheduler.order
         assert isinstance(memory, TreeMemory) and isinstance(order, SglangQueue), "asked for by what the part needs"
         self.tree, self.queue = memory, order
+        self._windows = memory if isinstance(memory, WindowTreeMemory) else None
+        self._asks_every_step = self.preempts or self._windows is not None
         order.max_new_tokens = self.max_new_tokens
         limits = self.limits
         self.page = page = memory.block_size
@@ -131,11 +137,18 @@ class ExtendFirst(Batching):
     def fill(self, plan: IterationPlan, now_s: float) -> None:
         self.tree.begin_step()
         self._merge()
-        if not self._prefill(plan, now_s):
+        while not self._prefill(plan, now_s):
             if self.running:
                 self._decode(plan)
-            elif self._is_idle:
+            elif self.scheduler.in_flight or self.tree.tree.is_copying:
+                pass
+            elif self.queue.waiting or self.chunked is not None:
+                if self._windows:
+                    self._give_up()
+                    continue
+            else:
                 self.ratio = self._first_ratio
+            break
         self.eviction.requeue_victims()
         if not self._rows:
             return
@@ -145,20 +158,26 @@ class ExtendFirst(Batching):
         if self.record is not None:
             self._note(plan)
         waits = bool(self.queue.waiting)
-        plan.cut_on_arrival = self.preempts or not self.is_full
+        plan.cut_on_arrival = self._asks_every_step or not self.is_full
         # What the last step prefilled enters the tree when that has ended.
-        settles = plan.chunks or self.scheduler.last_in_flight or any(self._to_settle)
+        settles = plan.chunks or self.scheduler.last_in_flight or any(self._to_settle) or self.chunked is not None
         if not settles and not (waits and plan.cut_on_arrival):
             self.scheduler.allow_jump(plan)
 
-    @property
-    def _is_idle(self) -> bool:
-        return not (self.queue.waiting or self.chunked or self.scheduler.in_flight or self.tree.tree.is_copying)
+    def _give_up(self) -> None:
+        """Nothing runs, and what is next finds no room even so: SGLang waits for ever."""
+        seq = self.chunked or self.queue.pop()
+        if seq is self.chunked:
+            self.chunked = None
+            del self.partials[seq]
+        seq.error = NO_ROOM_ALONE
+        self.scheduler.release(seq)
+        self.scheduler.ignore(seq, NO_ROOM_ALONE)
 
     def _merge(self) -> None:
         """What the last step prefilled joins those that run; what has ended leaves them."""
         self._rows, last, self._last = [], self._last, None
-        if self.chunked is not None:
+        if self.chunked is not None and not self._waits_for_windows:
             self.memory.publish(self.chunked, self.chunked.num_computed)
         if last is not None:
             joining = [seq for seq in last if seq is not self.chunked and _runs(seq)]
@@ -189,7 +208,7 @@ class ExtendFirst(Batching):
     def _prefill(self, plan: IterationPlan, now_s: float) -> bool:
         """Put prompts into the plan; False where none goes on or starts."""
         queue, memory = self.queue, self.tree
-        if self.preempts or not self.running:
+        if self._asks_every_step or not self.running:
             self.is_full = False
         if (self.is_full or not queue.waiting) and self.chunked is None:
             return False
@@ -200,7 +219,9 @@ class ExtendFirst(Batching):
         now = PrefillPass(self)
         if self.chunked is not None:
             seq, chunk = self.chunked, now.go_on(self.chunked)
-            plan.add_chunk(seq, chunk, CONTINUED)
+            self._waits_for_windows = not chunk
+            if chunk:
+                plan.add_chunk(seq, chunk, CONTINUED)
             if seq.num_computed + chunk == seq.num_tokens:
                 self.chunked = None
         most = self.settings.prefill_max_requests
@@ -306,6 +327,8 @@ class ExtendFirst(Batching):
     def _plan_decodes(self, plan: IterationPlan) -> None:
         """Each of those that run takes a token; such as have ended unknown to the scheduler, for nothing."""
         memory, running = self.tree, self.running
+        if self._windows:
+            self._windows.slide({seq: seq.request.prompt_tokens + self.known_tokens(seq) for seq in running})
         memory.decode(len(running), self._pages(running))
         if self.batch.members:
             self.decode_all(plan)
@@ -334,6 +357,8 @@ class ExtendFirst(Batching):
         if len(kept) == 1 and not self._fits(kept):
             last = kept.pop()
             self._take_out(last)
+            # Nothing of it is cached.
+            last.error = OUT_OF_MEMORY
             self.scheduler.release(last)
             self.scheduler.ignore(last, OUT_OF_MEMORY)
         self.running = kept

@@ -23,6 +23,7 @@ from sim.systems.sglang.tree import Match, Node, PrefixTree
 if TYPE_CHECKING:
     from sim.engine.scheduler import Scheduler
     from sim.systems.builder import Builder
+    from sim.systems.sglang.window_memory import WindowBudget
 
 LEAST_LOAD_TOKENS = 10
 """A hit on the host of fewer tokens is computed again (`load_back_threshold`)."""
@@ -31,14 +32,14 @@ LEAST_LOAD_TOKENS = 10
 class Held:
     """What one sequence has of the tree: its first `protected` pages, up to `node`."""
 
-    __slots__ = ("counted", "fed_last", "keys", "known_tokens", "match", "node", "protected")
+    __slots__ = ("counted", "fed_last", "keys", "known_tokens", "match", "node", "protected", "since")
 
     def __init__(self, keys: tuple[int, ...], match: Match) -> None:
         self.keys = keys
         self.match = match
         """When it was looked up last."""
         self.node = match.node
-        self.protected = self.counted = 0
+        self.protected = self.counted = self.since = 0
         self.known_tokens = 0
         """Its tokens when it was last looked at to be admitted: SGLang preempts for no more than these."""
         self.fed_last = False
@@ -56,14 +57,20 @@ class TreeMemory(Memory):
     can_cache_prefixes: ClassVar[bool] = True
     runs_live: ClassVar[bool] = False
     unexecutable: ClassVar[str] = "memory=sglang-tree is not told to a device yet; serve with --policy radix"
+    tree: PrefixTree
 
     @classmethod
     def build(cls, b: "Builder") -> Memory:
-        b.refuse_windows("memory=sglang-tree")
+        limits, options = b.limits, b.options(SglangOptions)
         cost = b.deployment.cost
         # SGLang's kernels copy at the link's rate, however small the pages.
-        load_s, write_s = (cost.copy_s(b.limits.block_bytes, 0, direction) for direction in (H2D, D2H))
-        return cls(b.limits, b.options(SglangOptions), load_s, write_s, Worth.of(b, load_s))
+        load_s, write_s = (cost.copy_s(limits.block_bytes, 0, direction) for direction in (H2D, D2H))
+        copies = load_s, write_s, Worth.of(b, load_s)
+        if limits.window is None or limits.window.own_blocks is None:
+            return cls(limits, options, *copies)
+        from sim.systems.sglang.window_memory import WindowTreeMemory  # noqa: PLC0415 - few models have two pools
+
+        return WindowTreeMemory(limits, options, copies, schedules_ahead=b.policy.schedules_ahead)
 
     def __init__(
         self, limits: Limits, options: SglangOptions, load_s_per_page: float, write_s_per_page: float, worth: Worth
@@ -73,12 +80,7 @@ class TreeMemory(Memory):
         self.caches_prefixes = limits.enable_prefix_caching
         size, pages = limits.block_size, limits.num_gpu_blocks
         host_pages = int(pages * size * options.hicache_ratio) // size + 1 if options.enable_hierarchical_cache else 0
-        self.tree = PrefixTree(
-            options.radix_eviction_policy,
-            host_pages=host_pages,
-            write_policy=options.hicache_write_policy,
-            least_load=-(-LEAST_LOAD_TOKENS // size),
-        )
+        self.tree = self._new_tree(options, host_pages)
         self.tier = TierCounters(num_blocks=host_pages)
         self._num_loading = 0
         """Pages that the step being planned brings to the GPU."""
@@ -101,6 +103,14 @@ class TreeMemory(Memory):
         if self.tree.has_host:
             scheduler.counters.tiers["host"] = self.tier
 
+    def _new_tree(self, options: SglangOptions, host_pages: int) -> PrefixTree:
+        return PrefixTree(
+            options.radix_eviction_policy,
+            host_pages=host_pages,
+            write_policy=options.hicache_write_policy,
+            least_load=-(-LEAST_LOAD_TOKENS // self.block_size),
+        )
+
     def _settle(self) -> None:
         """The pool's books: what is unused or idle is free."""
         more = self.unused + self.tree.num_idle - self.gpu.free
@@ -116,8 +126,11 @@ class TreeMemory(Memory):
         found = self._held.get(seq)
         if found is None:
             root = self.tree.root
-            found = self._held[seq] = Held(self._keys_of(seq), Match(root, 0, root, 0))
+            found = self._held[seq] = self._new_held(self._keys_of(seq), Match(root, 0, root, 0))
         return found
+
+    def _new_held(self, keys: tuple[int, ...], match: Match) -> Held:
+        return Held(keys, match)
 
     def _keys_of(self, seq: Sequence) -> tuple[int, ...]:
         """Of all pages that it will fill: those that the trace names, then its own."""
@@ -156,6 +169,10 @@ class TreeMemory(Memory):
     def free_tokens(self) -> int:
         """Tokens for which there are pages, unused or idle."""
         return (self.unused + self.tree.num_idle) * self.block_size
+
+    def window_budget(self) -> "WindowBudget | None":
+        """What a look at the prompts may take of the pool of windows; None: they have none (`WindowTreeMemory`)."""
+        return None
 
     def make_room(self, pages: int) -> bool:
         """Evict until so many pages are unused; whether they are."""
@@ -249,7 +266,7 @@ class TreeMemory(Memory):
         """`seq` is admitted: what it hits is its own. Returns how many tokens that are."""
         held = self._held[seq]
         held.node, held.protected, held.counted, held.fed_last = held.match.node, held.match.pages, 0, False
-        self.tree.lock(held.node)
+        held.since = self.tree.lock(held.node)
         self._settle()
         seq.num_computed = held.protected * self.block_size
         seq.num_blocks = held.protected
@@ -279,20 +296,24 @@ class TreeMemory(Memory):
             self._settle()
 
     def _insert(self, seq: Sequence, held: Held, num_tokens: int) -> None:
-        tree, size = self.tree, self.block_size
+        tree, pages = self.tree, num_tokens // self.block_size
         self._writer = seq
-        pages = num_tokens // size
-        priority = seq.request.priority if self._by_priority else 0
-        node, copies = tree.insert(held.keys, pages, held=held.protected, counted=held.counted, priority=priority)
+        node, copies = self._enter(seq, held, pages, seq.request.priority if self._by_priority else 0)
         self.unused += copies
         held.counted = max(held.counted, pages)
-        prompt = seq.request.prompt_tokens // size
+        tree.unlock(held.node, held.since)
+        held.since = tree.lock(node)
+        held.node, held.protected = node, pages
+
+    def _enter(self, seq: Sequence, held: Held, pages: int, priority: int) -> tuple[Node, int]:
+        """The tree has its first pages. Returns where they end, and how many were there as others' copies."""
+        tree = self.tree
+        entered = tree.insert(held.keys, pages, held=held.protected, counted=held.counted, priority=priority)
+        prompt = seq.request.prompt_tokens // self.block_size
         if 0 < prompt < pages:
             # A node ends where the prompt does: its answer may be evicted alone.
             tree.insert(held.keys, prompt, held=prompt, counted=prompt, priority=priority + 1)
-        tree.unlock(held.node)
-        tree.lock(node)
-        held.node, held.protected = node, pages
+        return entered
 
     # -- decodes -------------------------------------------------------------------------------------------------------
 
@@ -341,15 +362,19 @@ class TreeMemory(Memory):
                 if tokens % self.block_size == 0:
                     held.keys = (*held.keys[: tokens // self.block_size - 1], self._stop(held.keys, tokens))
             self._insert(seq, held, tokens)
-        self.unused += seq.num_blocks - held.protected
-        self.tree.unlock(held.node)
+        self._give_back(seq, held)
+        self.tree.unlock(held.node, held.since)
         self._settle()
         seq.num_blocks = 0
         root = self.tree.root
-        held.node, held.protected, held.match = root, 0, Match(root, 0, root, 0)
+        held.node, held.protected, held.since, held.match = root, 0, 0, Match(root, 0, root, 0)
         if seq.status is not Status.WAITING:
             self.forget(seq)
         self.scheduler.changes.append(make_release((seq,)))
+
+    def _give_back(self, seq: Sequence, held: Held) -> None:
+        """The pages of `seq` that the tree does not have are unused."""
+        self.unused += seq.num_blocks - held.protected
 
     def _stop(self, keys: tuple[int, ...], num_tokens: int) -> int:
         """The key of the page that a stop token fills."""

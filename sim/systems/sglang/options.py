@@ -10,6 +10,8 @@ PRIORITIES = Only("enable_priority_scheduling")
 HICACHE = Only("enable_hierarchical_cache")
 MOST_TOKENS = 1 << 40
 """And most of other numbers."""
+SLIDE_TOKENS = 128
+"""Tokens beyond the window from which a decode gives their pages back (`SGLANG_SWA_EVICTION_INTERVAL`)."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,10 @@ class SglangOptions(CheckedOptions):
     max_total_tokens: int = option(
         0, "tokens of the GPU's pool; 0: as many as there is memory for", within=(0, MOST_TOKENS)
     )
+    swa_full_tokens_ratio: float = option(
+        0.8, "of the pool's tokens, those of the pool of layers with a window (gpt-oss)", within=(1e-6, 1.0)
+    )
+    disable_hybrid_swa_memory: bool = option(False, "layers with a window keep everything, like the others")
     page_size: int = option(0, "tokens of a page; 0: --block-size, or 1", within=(0, 1 << 20))
     disable_radix_cache: bool = option(False, "cache no prefixes")
     max_new_tokens: int = option(

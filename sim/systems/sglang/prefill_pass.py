@@ -46,6 +46,7 @@ class PrefillPass:
         """Of the room, with what will be generated."""
         self._taken_now = decodes
         self._taken += sum([self.kept_for(seq) for seq in batching.running])
+        self._windows = self._memory.window_budget()
         self.chunks: list[tuple[Sequence, int]] = []
         """Which sequences compute, and how many tokens."""
         self.num_continued = 0
@@ -63,6 +64,8 @@ class PrefillPass:
         """Whether another may be looked at."""
         if self._room <= 0 or self._memory.free_tokens <= self._taken_now:
             return Verdict.NO_TOKEN
+        if self._windows and self._windows.left <= 0:
+            return Verdict.NO_TOKEN
         return Verdict.STOP if self._input_left <= 0 or self._chunk_left <= 0 else Verdict.GO_ON
 
     def _whole_pages(self, tokens: int) -> int:
@@ -72,17 +75,30 @@ class PrefillPass:
         """Tokens that a whole prompt takes for its answer: not less what it has generated already."""
         return min(self._batching.max_new_tokens(seq), CLIP_NEW_TOKENS)
 
+    def _new_tokens(self, seq: Sequence) -> int:
+        """Tokens that it may yet generate, as far as they count."""
+        return min(max(self._batching.to_come(seq), 0), CLIP_NEW_TOKENS)
+
     def _charge(self, seq: Sequence, tokens: int, answer: int) -> None:
         self.chunks.append((seq, tokens))
         pages = self._whole_pages(tokens)
         self._taken += pages + self.page + answer
         self._taken_now += pages + self.page
+        if self._windows:
+            self._windows.take(pages, answer, self._chunk_left)
         self._input_left -= pages
         self._chunk_left -= pages
 
     def go_on(self, seq: Sequence) -> int:
-        """The half-done prompt goes on, with a chunk that is returned: it passes whatever room there is."""
+        """The half-done prompt goes on, with a chunk that is returned: it passes whatever room there is.
+
+        0 where windows have a pool of their own and there is none.
+        """
         room = min(self._chunk_left, int(self._room))
+        if self._windows:
+            room = min(room, self._windows.left - self.page)
+            if room <= 0:
+                return 0
         left = seq.num_tokens - seq.num_computed
         tokens = int(min(left, room if room > 0 else self._chunk_left))
         self._charge(seq, tokens, self._answer(seq) if tokens == left else 0)
@@ -94,9 +110,8 @@ class PrefillPass:
         if self._knows_ends:
             return self._admit_by_ends(seq)
         memory, match = self._memory, self._memory.held(seq).match
-        new_tokens = min(max(self._batching.to_come(seq), 0), CLIP_NEW_TOKENS)
-        wanted = seq.num_tokens - match.pages * self.page + new_tokens + self.page
-        memory.tree.lock(match.node)
+        wanted = seq.num_tokens - match.pages * self.page + self._new_tokens(seq) + self.page
+        since = memory.tree.lock(match.node)
         try:
             chunk = self._select(seq, wanted, match.pages + match.host_pages)
             if isinstance(chunk, Verdict):
@@ -109,7 +124,7 @@ class PrefillPass:
                     return chunk, 0
             cached = memory.hold(seq)
         finally:
-            memory.tree.unlock(match.node)
+            memory.tree.unlock(match.node, since)
         self._charge(seq, chunk, self._answer(seq) if cached + chunk == seq.num_tokens else 0)
         return self.verdict(), chunk
 
@@ -120,10 +135,15 @@ class PrefillPass:
         cached = cached_pages * self.page
         tokens = seq.num_tokens - cached
         pages = self._whole_pages(tokens)
+        most = self._chunk_left
+        if self._windows:
+            most = self._windows.chunk_of(pages, self._new_tokens(seq), most)
+            if not most:
+                return Verdict.NO_TOKEN
         if not self._splits and self.chunks and pages >= self._input_left:
             return Verdict.STOP
-        if pages > self._chunk_left:
-            tokens = int(self._chunk_left) // self.page * self.page
+        if pages > most:
+            tokens = int(most) // self.page * self.page
             tokens = (cached + tokens) // self.page * self.page - cached
             if tokens <= 0:
                 return Verdict.STOP
@@ -136,15 +156,11 @@ class PrefillPass:
         needed = self._whole_pages(tokens) + self.page
         if needed > min(self._memory.free_tokens - self._taken_now, self._room):
             return Verdict.NO_TOKEN, 0
-        self._note_end(seq)
-        ends = self._ends
-        assert ends is not None, "just noted"
-        freed, room = 0, self._memory.free_tokens - self._taken_now - needed
-        for i, (left, occupied) in enumerate(ends):
-            num_left = len(ends) - i
-            if room + freed - left * num_left <= RESERVE_TOKENS * num_left:
+        if self._windows:
+            if self._windows.needed(tokens, self._new_tokens(seq), self._chunk_left) > self._windows.left:
                 return Verdict.NO_TOKEN, 0
-            freed += occupied
+        elif not self._last_until_ends(seq, needed):
+            return Verdict.NO_TOKEN, 0
         if tokens > self._chunk_left:
             if self._chunk_left <= 0:
                 return Verdict.STOP, 0
@@ -152,6 +168,19 @@ class PrefillPass:
         self._memory.hold(seq)
         self._charge(seq, tokens, self._answer(seq) if tokens == seq.num_tokens else 0)
         return self.verdict(), tokens
+
+    def _last_until_ends(self, seq: Sequence, needed: int) -> bool:
+        """Whether pages last until each that runs has ended, with `seq`, which needs so many tokens at once."""
+        self._note_end(seq)
+        ends = self._ends
+        assert ends is not None, "just noted"
+        freed, room = 0, self._memory.free_tokens - self._taken_now - needed
+        for i, (left, occupied) in enumerate(ends):
+            num_left = len(ends) - i
+            if room + freed - left * num_left <= RESERVE_TOKENS * num_left:
+                return False
+            freed += occupied
+        return True
 
     def _end_of(self, seq: Sequence) -> tuple[float, int]:
         """Tokens until `seq` ends, and tokens that it occupies now."""

@@ -2,7 +2,8 @@
 
 `tests/oracle/test_oracle_sglang.py` holds it to SGLang's own scheduler. From its code: batches and admission
 (`batching`, `prefill_pass`), the queue (`queue`), the radix tree, its evictions and HiCache's host tier (`tree`,
-`memory`). The paper's system (Zheng et al., arXiv 2312.07104) is `radix`.
+`memory`), the pool of layers with a window (`window_tree`, `window_memory`). The paper's system (Zheng et al., arXiv
+2312.07104) is `radix`.
 
 Assumed:
 - Requests ask for as many tokens as they generate (`max-new-tokens` says otherwise: then they end by a stop token).
@@ -13,7 +14,8 @@ Assumed:
   with 0 s a block) have free ones, over at once.
 - What is written back is waited for, by the host as well. In SGLang the tokens of the step in flight are told after
   that (here: when they are computed), and what a step loads may come meanwhile (here: after it).
-- Storage behind the host (L3), hybrid models and windows have no tree here.
+- Storage behind the host (L3) and layers that keep a state have no tree here, HiCache none of layers with a window.
+- A request that finds no room alone in the pool of layers with a window is ignored; SGLang waits for ever.
 - Several victims of one preemption return to the queue in the order in which they ran; SGLang has them in a set.
 """
 
@@ -22,8 +24,8 @@ from typing import ClassVar
 
 from sim.cost.engine_profile import TODAYS_SERIAL
 from sim.errors import UserError
-from sim.systems.base import Asked, EngineLimits, Policy
-from sim.systems.sglang.options import SglangOptions
+from sim.systems.base import Asked, EngineLimits, Policy, WindowPool
+from sim.systems.sglang.options import SLIDE_TOKENS, SglangOptions
 
 CHUNK_TOKENS = ((160, 16384), (60, 8192), (20, 4096), (0, 2048))
 """`--chunked-prefill-size` by GiB of a GPU, from so many on."""
@@ -60,6 +62,16 @@ class Sglang(SglangOptions, Policy):
     def own_engine_profile(self) -> str:
         # Without the overlap the host of vLLM v1 is the nearest that is known.
         return "sglang-0.5" if self.schedules_ahead else TODAYS_SERIAL
+
+    def window_pool(self, window_tokens: int, block_size: int, engine: EngineLimits) -> WindowPool | None:
+        if self.names["memory"] != self.composition["memory"] or self.disable_hybrid_swa_memory:
+            return None
+        if not (self.disable_radix_cache and self.max_running_requests and engine.enable_chunked_prefill):
+            return WindowPool(share=self.swa_full_tokens_ratio)
+        # What so many requests and the chunks in flight take at most (`compute_swa_request_cap`).
+        each = window_tokens - 1 + SLIDE_TOKENS + 2 * block_size
+        chunks = (1 if self.disable_overlap_schedule else 2) * engine.max_num_batched_tokens
+        return WindowPool(tokens=self.max_running_requests * each + chunks + block_size)
 
     def told(self, block_size: int | None) -> dict[str, int | bool]:
         page = self.page_size or block_size or self.default_block_size

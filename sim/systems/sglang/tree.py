@@ -90,7 +90,7 @@ class PrefixTree:
         self._hits_to_write = 1 if write_policy == "write_through" else 2
         self.least_load = least_load
         self._clock = self._num_pins = 0
-        self.root = Node(None, (), self._tick())
+        self.root = self._new_node(None, ())
         self.num_idle = 0
         """Pages on the GPU that nothing holds."""
         self.num_evicted = self.num_loaded = self.num_written = self.num_host_evicted = 0
@@ -109,6 +109,9 @@ class PrefixTree:
         self._num_writing = 0
         self.num_written_back = 0
         """Pages that the step being planned waits for: their copies must end before others use them."""
+
+    def _new_node(self, parent: Node | None, keys: tuple[int, ...]) -> Node:
+        return Node(parent, keys, self._tick())
 
     def _tick(self) -> float:
         self._clock += 1
@@ -149,7 +152,7 @@ class PrefixTree:
     def _split(self, child: Node, length: int) -> Node:
         """The first `length` pages of `child` become a node of their own, which is returned."""
         parent = _parent(child)
-        head = Node(parent, child.keys[:length], self._tick())
+        head = self._new_node(parent, child.keys[:length])
         head.created, head.hits, head.priority = child.created, child.hits, child.priority
         head.lock, head.host_lock, head.loading = child.lock, child.host_lock, child.loading
         head.on_gpu, head.on_host = child.on_gpu, child.on_host
@@ -165,8 +168,8 @@ class PrefixTree:
 
     # -- locks ---------------------------------------------------------------------------------------------------------
 
-    def lock(self, node: Node) -> None:
-        """What leads to `node` stays on the GPU, or will be there."""
+    def lock(self, node: Node) -> int:
+        """What leads to `node` stays on the GPU, or will be there. Returns what `unlock` is to be told."""
         above = node
         while above is not self.root:
             if above.on_gpu:
@@ -177,9 +180,10 @@ class PrefixTree:
             above = _parent(above)
         if node is not self.root:
             self._note_leaf(node)
+        return 0
 
-    def unlock(self, node: Node) -> None:
-        """One lock less."""
+    def unlock(self, node: Node, since: int = 0) -> None:
+        """One lock less, which `lock` returned `since` for."""
         while node is not self.root:
             node.lock -= 1
             if not node.lock:
@@ -233,7 +237,7 @@ class PrefixTree:
             if depth > counted:
                 self._count(node)
         if depth < length:
-            leaf = Node(node, tuple(keys[depth:length]), self._tick())
+            leaf = self._new_node(node, tuple(keys[depth:length]))
             leaf.priority = priority
             node.children[leaf.keys[0]] = leaf
             self._bring(leaf)
