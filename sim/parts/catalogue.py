@@ -55,7 +55,7 @@ PLACES: dict[str, dict[str, str]] = {
     "memory": {
         "paged": "sim.kv.paged:PagedMemory",
         "radix": "sim.kv.radix:RadixMemory",
-        "sglang-tree": "sim.systems.sglang.memory:TreeMemory",
+        "sglang-tree": "sim.systems.sglang.window_memory:WindowTreeMemory",
         "chunks": "sim.kv.shared_reads:ChunkMemory",
         "prefix-groups": "sim.kv.shared_reads:GroupMemory",
         "tiered": "sim.kv.tiered:TieredMemory",

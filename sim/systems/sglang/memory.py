@@ -61,16 +61,14 @@ class TreeMemory(Memory):
 
     @classmethod
     def build(cls, b: "Builder") -> Memory:
-        limits, options = b.limits, b.options(SglangOptions)
-        cost = b.deployment.cost
-        # SGLang's kernels copy at the link's rate, however small the pages.
-        load_s, write_s = (cost.copy_s(limits.block_bytes, 0, direction) for direction in (H2D, D2H))
-        copies = load_s, write_s, Worth.of(b, load_s)
-        if limits.window is None or limits.window.own_blocks is None:
-            return cls(limits, options, *copies)
-        from sim.systems.sglang.window_memory import WindowTreeMemory  # noqa: PLC0415 - few models have two pools
+        return cls(b.limits, b.options(SglangOptions), *cls.copies(b))
 
-        return WindowTreeMemory(limits, options, copies, schedules_ahead=b.policy.schedules_ahead)
+    @staticmethod
+    def copies(b: "Builder") -> tuple[float, float, Worth]:
+        """Seconds of a page's copy to the GPU and from it, and when such copies are worth it."""
+        # SGLang's kernels copy at the link's rate, however small the pages.
+        load_s, write_s = (b.deployment.cost.copy_s(b.limits.block_bytes, 0, direction) for direction in (H2D, D2H))
+        return load_s, write_s, Worth.of(b, load_s)
 
     def __init__(
         self, limits: Limits, options: SglangOptions, load_s_per_page: float, write_s_per_page: float, worth: Worth

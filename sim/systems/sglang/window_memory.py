@@ -9,17 +9,22 @@ Source: sglang 0.5.23, `schedule_batch.py` (`maybe_evict_swa`), `mem_cache/commo
 """
 
 from math import inf
+from typing import TYPE_CHECKING
 
 from sim.engine.batch import DecodeBatch
 from sim.engine.limits import Limits
 from sim.engine.plan import IterationPlan
 from sim.engine.sequence import Sequence
 from sim.errors import InvariantError, UserError
+from sim.kv.memory import Memory
 from sim.kv.tiers.worth import Worth
 from sim.systems.sglang.memory import Held, TreeMemory
 from sim.systems.sglang.options import SLIDE_TOKENS, SglangOptions
 from sim.systems.sglang.tree import Match, Node, PrefixTree
 from sim.systems.sglang.window_tree import WindowNode, WindowTree
+
+if TYPE_CHECKING:
+    from sim.systems.builder import Builder
 
 
 class WindowHeld(Held):
@@ -41,6 +46,13 @@ class WindowHeld(Held):
 
 class WindowTreeMemory(TreeMemory):
     """`gpu` is the pool of the layers that keep all."""
+
+    @classmethod
+    def build(cls, b: "Builder") -> Memory:
+        """Of a model with one pool, `TreeMemory`."""
+        if b.limits.window is None or b.limits.window.own_blocks is None:
+            return TreeMemory.build(b)
+        return cls(b.limits, b.options(SglangOptions), cls.copies(b), schedules_ahead=b.policy.schedules_ahead)
 
     def __init__(
         self, limits: Limits, options: SglangOptions, copies: tuple[float, float, Worth], *, schedules_ahead: bool
