@@ -36,7 +36,6 @@ fast:
 test: export OMP_NUM_THREADS ?= 1
 test: $(VENV)/dev
 	$(BIN)/python -m pytest -n 2 --dist loadfile
-	$(BIN)/python -m pytest --nbmake notebooks
 
 # Triton's kernels for GPUs that are not here, every case of `pytest -m gpu`: minutes. `test` compiles all as well, unless
 # the kernels are those that this has recorded. For a change of a kernel, or of Triton.

@@ -1,7 +1,10 @@
-"""Notebooks show what they ran, import nothing but kvtwin and pandas, and define nothing. nbmake runs them in CI."""
+"""Notebooks run from the first cell to the last, show what they ran, and hold no logic of their own."""
 
 import json
 import re
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -28,3 +31,33 @@ def test_a_notebook_shows_its_figures_and_holds_no_logic(path):
 def test_every_notebook_is_listed():
     listed = re.findall(r"\((.+?)\.ipynb\)", (FOLDER / "README.md").read_text(encoding="utf-8"))
     assert sorted(listed) == [path.stem for path in BOOKS] and len(listed) >= 5
+
+
+RUN = """
+import json, sys
+from IPython.core.interactiveshell import InteractiveShell
+
+class Shell(InteractiveShell):
+    def enable_gui(self, gui=None):
+        pass
+
+shell = Shell.instance()
+for name in sys.argv[1:]:
+    shell.reset(new_session=False)
+    with open(name, encoding="utf-8") as file:
+        cells = json.load(file)["cells"]
+    for source in ("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"):
+        print(name, source, flush=True)
+        shell.run_cell(source).raise_error()
+"""
+
+
+@pytest.mark.slow
+def test_notebooks_run(tmp_path):
+    """All in one process, which imports once; in a copy, where no study of before is taken up."""
+    for needed in ("IPython", "matplotlib_inline", "torch"):
+        pytest.importorskip(needed)
+    folder = shutil.copytree(FOLDER, tmp_path / "notebooks", ignore=shutil.ignore_patterns("out"))
+    command = [sys.executable, "-c", RUN, *(path.name for path in BOOKS)]
+    done = subprocess.run(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-4000:]
