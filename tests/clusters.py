@@ -58,14 +58,16 @@ def simulate_pools(
     router: Router | None = None,
     machine: Machine | None = None,
     jump: bool = True,
-    checked: bool = True,
+    checked: bool | None = None,
     stages: tuple[int, int] = (1, 1),
     observer: Observer | None = None,
 ) -> ClusterOutcome:
     """Run `prefill` engines that hand over to `decode` engines, whose limits and pipelines' stages may differ.
 
-    `observer` hears of every plan of all of them.
+    `observer` hears of every plan of all of them. Engines are `checked` where they jump: those that step are compared
+    with them.
     """
+    checked = jump if checked is None else checked
     machine = machine or linear_machine(limit.block_bytes)
     source = arrivals if isinstance(arrivals, Arrivals) else Arrivals(arrivals)
     outcome = ClusterOutcome([])
@@ -132,11 +134,12 @@ def simulate_replicas(
     *,
     machine: Machine | None = None,
     jump: bool = True,
-    checked: bool = True,
+    checked: bool | None = None,
     stages: int = 1,
     observer: Observer | None = None,
 ) -> ClusterOutcome:
-    """Run one engine for each policy behind a router, a pipeline of `stages` each; `observer` hears of every plan."""
+    """Run one engine for each policy behind a router, a pipeline of `stages` each; see `simulate_pools`."""
+    checked = jump if checked is None else checked
     machine = machine or linear_machine(limit.block_bytes)
     source = arrivals if isinstance(arrivals, Arrivals) else Arrivals(arrivals)
     env, outcome, gaps = simpy.Environment(), ClusterOutcome([]), GapCollector()

@@ -160,7 +160,7 @@ class Checked(HybridMemory):
 def test_windowed_models_keep_to_the_conformance_suite(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every block is recounted after every step, every look-up tried; jumped and stepped runs are equal."""
     monkeypatch.setattr("sim.kv.hybrid.HybridMemory", Checked)
-    check(parse_policy(name, {})[1], examples=60, among=workloads(), memory=Checked)
+    check(parse_policy(name, {})[1], examples=40, among=workloads(), memory=Checked)
 
 
 def test_decodes_hold_their_window_and_what_is_before_it_in_full_groups(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -115,4 +115,4 @@ def workloads(draw: st.DrawFn) -> Workload:
 @pytest.mark.parametrize("name", ["vllm-v1", "vllm-v1:async-scheduling=true", "vllm-v1:scheduling-policy=priority"])
 def test_models_with_states_keep_to_the_conformance_suite(name: str) -> None:
     """Every block is recounted after every step; jumped and stepped runs are equal."""
-    check(parse_policy(name, {})[1], examples=60, among=workloads(), memory=StateMemory)
+    check(parse_policy(name, {})[1], examples=40, among=workloads(), memory=StateMemory)

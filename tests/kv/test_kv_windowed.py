@@ -222,7 +222,7 @@ def windowed_workloads(draw: st.DrawFn, name: str, *, rings: bool = True, named:
 @pytest.mark.parametrize("name", ["vllm-recompute", "vllm-swap", "sarathi", "fastgen"])
 def test_rings_keep_to_the_conformance_suite(name: str) -> None:
     """Every block is recounted after every step; jumped and stepped runs are equal."""
-    check(parse_policy(name, {})[1], examples=60, among=windowed_workloads(name))
+    check(parse_policy(name, {})[1], examples=40, among=windowed_workloads(name))
 
 
 @pytest.mark.parametrize("name", ["layerkv", "layerkv:decode=stream", "fastserve", "orca", "fastertransformer"])

@@ -162,8 +162,8 @@ def test_compute_binds_where_nothing_else_does(gains, limit):
 
 FIXED = {"workload": "fixed", "num-prompts": 40, "request-rate": 4, "gpu": "l20", "input-len": 200, "output-len": 60}
 LONG = FIXED | {"input-len": 1000, "output-len": 2, "max-num-seqs": 16}
-FROM_HOST = FIXED | {"input-len": 400, "policy": "kvpr"}
-POOLS = FIXED | {"policy": "distserve", "prefill-replicas": 1, "decode-replicas": 1}
+FROM_HOST = FIXED | {"num-prompts": 24, "input-len": 400, "policy": "kvpr"}
+POOLS = FIXED | {"num-prompts": 24, "policy": "distserve", "prefill-replicas": 1, "decode-replicas": 1}
 TTFT = ["p99_ttft_ms:2000"]
 PLANTED = {
     "seats": (FIXED, TTFT, {"max-num-seqs": [1, 2]}, {"max_num_seqs": 2}),
