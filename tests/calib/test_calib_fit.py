@@ -451,13 +451,6 @@ def test_outliers_move_no_constant_out_of_its_interval():
         assert within.scatter == pytest.approx(0.03, rel=0.5)
 
 
-def test_an_overhead_below_zero_is_reported_as_zero_without_an_interval():
-    samples = planted(shapes(), {**A100, "layer_overhead_s": -2e-5})
-    estimate = fit_of(samples).estimates["layer_overhead_s"]
-    assert (estimate.value, estimate.stderr, estimate.low, estimate.high) == (0.0, None, 0.0, 0.0)
-    assert estimate.at_limit
-
-
 def test_perfect_overlap_is_reported_as_the_largest_exponent_without_an_interval():
     samples = shapes()
     counted = terms(samples)

@@ -29,6 +29,7 @@ ONE_SEAT = limits(seqs=1, max_model_len=128)
 FIFTY = FastServe(quantum_ms=50.0)
 """Quanta of 50, 100, 200, 400 ms and so on."""
 some = settings(max_examples=20, deadline=None, suppress_health_check=(HealthCheck.too_slow,))
+WORKLOADS = workloads(FastServe())
 
 
 def watched(
@@ -39,16 +40,9 @@ def watched(
     jump: bool = False,
 ) -> Outcome:
     """A run in which `look` sees every plan before it is carried out."""
-
-    def observe(scheduler: Scheduler):
-        def note(plan: IterationPlan, start_s: float, times: StepTimes) -> None:
-            look(scheduler, plan, start_s)
-
-        return note
-
     return simulate(
-        policy, workload.arrivals, workload.limits, machine=workload.machine, jump=jump, observe=observe,
-        most_plans=100_000,
+        policy, workload.arrivals, workload.limits, machine=workload.machine, jump=jump, most_plans=100_000,
+        observe=lambda scheduler: lambda plan, start_s, times: look(scheduler, plan, start_s),
     )  # fmt: skip
 
 
@@ -236,11 +230,9 @@ def places(order: Mlfq) -> dict[object, Seen]:
 
 
 @some
-@given(data=st.data())
-def test_nothing_runs_while_another_on_the_gpu_stands_before_it(data: st.DataObject) -> None:
+@given(workload=WORKLOADS, num_levels=st.sampled_from([1, 2, 12]))
+def test_nothing_runs_while_another_on_the_gpu_stands_before_it(workload: Workload, num_levels: int) -> None:
     """So never does the last level overtake. A sequence that leaves or returns over PCIe cannot run; all others can."""
-    workload = data.draw(workloads(FastServe()))
-    policy = FastServe(num_levels=data.draw(st.sampled_from([1, 2, 12])))
 
     def look(scheduler: Scheduler, plan: IterationPlan, start_s: float) -> None:
         order, batching, _ = parts_of(scheduler)
@@ -252,14 +244,13 @@ def test_nothing_runs_while_another_on_the_gpu_stands_before_it(data: st.DataObj
         assert len(running) <= workload.limits.max_num_seqs
         assert plan.prefill_tokens <= workload.limits.max_num_batched_tokens
 
-    watched(policy, workload, look)
+    watched(FastServe(num_levels=num_levels), workload, look)
 
 
 @some
-@given(data=st.data())
-def test_prompts_start_in_the_queue_s_order(data: st.DataObject) -> None:
+@given(workload=WORKLOADS)
+def test_prompts_start_in_the_queue_s_order(workload: Workload) -> None:
     """No waiting request stands before one whose prompt is computed; within a level, arrivals keep their order."""
-    workload = data.draw(workloads(FastServe()))
 
     def look(scheduler: Scheduler, plan: IterationPlan, start_s: float) -> None:
         order, _, _ = parts_of(scheduler)
@@ -270,10 +261,9 @@ def test_prompts_start_in_the_queue_s_order(data: st.DataObject) -> None:
 
 
 @some
-@given(data=st.data())
-def test_nothing_waits_in_a_lower_level_beyond_the_bound(data: st.DataObject) -> None:
+@given(workload=WORKLOADS)
+def test_nothing_waits_in_a_lower_level_beyond_the_bound(workload: Workload) -> None:
     """With a look after every iteration: what has waited so long is in level 0 (waits for copies are none)."""
-    workload = data.draw(workloads(FastServe()))
     policy = FastServe(starvation_s=0.1, starvation_check=1)
     end_s = -1.0
 
@@ -292,10 +282,9 @@ def test_nothing_waits_in_a_lower_level_beyond_the_bound(data: st.DataObject) ->
 
 
 @some
-@given(data=st.data())
-def test_nothing_runs_longer_at_a_stretch_than_its_quantum_and_one_iteration(data: st.DataObject) -> None:
+@given(workload=WORKLOADS)
+def test_nothing_runs_longer_at_a_stretch_than_its_quantum_and_one_iteration(workload: Workload) -> None:
     """And levels only go down without starvation, and the last has no end."""
-    workload = data.draw(workloads(FastServe()))
     policy = FastServe(quantum_ms=30.0, num_levels=4, starvation_s=1e6)
     ran: dict[tuple[object, int], float] = {}
     levels: dict[object, int] = {}
@@ -315,10 +304,9 @@ def test_nothing_runs_longer_at_a_stretch_than_its_quantum_and_one_iteration(dat
 
 
 @some
-@given(data=st.data())
-def test_what_leaves_ahead_of_need_does_not_run(data: st.DataObject) -> None:
+@given(workload=WORKLOADS)
+def test_what_leaves_ahead_of_need_does_not_run(workload: Workload) -> None:
     """A sequence that is copied is not computed."""
-    workload = data.draw(workloads(FastServe()))
 
     def look(scheduler: Scheduler, plan: IterationPlan, start_s: float) -> None:
         _, _, eviction = parts_of(scheduler)
@@ -330,9 +318,8 @@ def test_what_leaves_ahead_of_need_does_not_run(data: st.DataObject) -> None:
 
 
 @some
-@given(data=st.data())
-def test_new_prompts_wait_while_less_than_a_tenth_of_the_host_is_free(data: st.DataObject) -> None:
-    workload = data.draw(workloads(FastServe()))
+@given(workload=WORKLOADS)
+def test_new_prompts_wait_while_less_than_a_tenth_of_the_host_is_free(workload: Workload) -> None:
 
     def look(scheduler: Scheduler, plan: IterationPlan, start_s: float) -> None:
         # What this plan's own preemptions took of the host came after its choice.
@@ -344,10 +331,9 @@ def test_new_prompts_wait_while_less_than_a_tenth_of_the_host_is_free(data: st.D
 
 
 @some
-@given(data=st.data())
-def test_what_loses_its_blocks_stands_behind_all_that_keep_theirs(data: st.DataObject) -> None:
+@given(workload=WORKLOADS)
+def test_what_loses_its_blocks_stands_behind_all_that_keep_theirs(workload: Workload) -> None:
     """Where blocks run out, or one that comes first has too few, the last in the queue is swapped before the step."""
-    workload = data.draw(workloads(FastServe()))
     policy = FastServe()
 
     def look(scheduler: Scheduler, plan: IterationPlan, start_s: float) -> None:
@@ -473,11 +459,10 @@ def swapped_before(plan: IterationPlan) -> set[object]:
 
 
 @some
-@given(data=st.data())
-def test_what_stands_before_all_that_are_on_the_gpu_waits_for_copies_or_the_host_alone(data: st.DataObject) -> None:
+@given(workload=WORKLOADS)
+def test_what_stands_before_all_that_are_on_the_gpu_waits_for_copies_or_the_host_alone(workload: Workload) -> None:
     """What holds blocks there is behind, and gives them up: a prompt starts, one on the host returns. None gives up
     more than the host has room for, nor all blocks of the GPU, to where it could not return."""
-    workload = data.draw(workloads(FastServe()))
 
     def look(scheduler: Scheduler, plan: IterationPlan, start_s: float) -> None:
         order, batching, eviction = parts_of(scheduler)
@@ -497,9 +482,8 @@ def test_what_stands_before_all_that_are_on_the_gpu_waits_for_copies_or_the_host
 
 
 @some
-@given(data=st.data())
-def test_what_loses_its_blocks_has_waited_as_long_as_before(data: st.DataObject) -> None:
-    workload = data.draw(workloads(FastServe()))
+@given(workload=WORKLOADS)
+def test_what_loses_its_blocks_has_waited_as_long_as_before(workload: Workload) -> None:
     waits: dict[Sequence, float] = {}
 
     def look(scheduler: Scheduler, plan: IterationPlan, start_s: float) -> None:

@@ -149,15 +149,15 @@ class Facts:
     def __init__(self, blocks=8, host=1):
         self.gpu, self.host = BlockIds(blocks), BlockIds(host)
         self.placement = Placement(self.gpu, self.host, num_groups=1, block_tokens=4)
-        self.seqs = {}
+        self.seqs, self.settled = {}, []
 
     def seq(self, name):
-        return self.seqs.setdefault(name, Sequence(Request(len(self.seqs), 0.0, 10, 5)))
+        return self.seqs.setdefault(name, Sequence(Request(len(self.seqs), 0.0, 18, 5)))
 
     def replay(self, *changes):
         plan = IterationPlan()
         plan.changes = changes
-        self.placement.replay(plan, lambda seq: None)
+        self.placement.replay(plan, self.settled.append)
         self.placement.check()
 
     def ids(self, name):

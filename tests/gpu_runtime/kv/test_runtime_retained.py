@@ -1,6 +1,7 @@
 """Chunks of conversations on GPU and host (Pensieve) change no token: whatever is hit with gaps, dropped or lost."""
 
 import pytest
+import test_runtime_prefix_ids as prefix_ids
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from runtime_mistakes import misled
@@ -8,16 +9,12 @@ from runtime_turns import converse
 from runtime_variants import RETAINED, policy_of
 from test_runtime_host_tier import ROWS, spread, turns
 
-from gpu_runtime.kv.block_ids import BlockIds, OutOfBlocks
-from gpu_runtime.kv.replay.placement import Placement
+from gpu_runtime.kv.block_ids import OutOfBlocks
 from kvtwin.testing import live, requests
 from kvtwin.testing.live import ALIKE, alike, tight_limits
 from sim.engine.changes import Drop, Evict, Hit, Keep, Load, Move, Place, Release, Store, Tier
-from sim.engine.plan import IterationPlan
-from sim.engine.sequence import Sequence
 from sim.errors import InvariantError
 from sim.kv.index.retained_chunks import ChunkStore
-from traces.request import Request
 
 
 def serve(variant, arrivals, **sizes):
@@ -116,24 +113,16 @@ def test_copies_of_what_has_to_give_way_are_waited_for(monkeypatch):
 # -- facts one by one --------------------------------------------------------------------------------------------------
 
 
-class Facts:
+class Facts(prefix_ids.Facts):
     """A placement of eight blocks on the GPU and four on the host, of which a conversation's four chunks have seven."""
 
     def __init__(self):
-        self.gpu, self.host = BlockIds(8), BlockIds(4)
-        self.placement = Placement(self.gpu, self.host, num_groups=1, block_tokens=4)
-        self.a, self.b = (Sequence(Request(i, 0.0, 18, 5)) for i in range(2))
-        self.settled = []
+        super().__init__(host=4)
+        self.a, self.b = (self.seq(name) for name in "ab")
         self.replay(Place(self.a, (0,), 4, 0))
         self.placement.prefixes.computed([(self.a, 0, 16)])
         self.own = list(self.placement.held[self.a].gpu[0])
         self.replay(*(Keep(self.a, i, 1, f"chunk {i}") for i in range(4)), Release(self.a))
-
-    def replay(self, *changes):
-        plan = IterationPlan()
-        plan.changes = changes
-        self.placement.replay(plan, self.settled.append)
-        self.placement.check()
 
     def save(self, *places):
         runs = tuple(f"chunk {i}" for i in places)
