@@ -25,6 +25,7 @@ from sim.run.runs import EngineParts
 from sim.systems.base import Policy
 from sim.systems.builder import MEMPOOL, STORED
 from sim.systems.mooncake.options import ConductorOptions
+from sim.systems.sglang.options import SglangOptions
 from sim.topology import make_router
 from sim.topology.autoscalers import (
     START_S,
@@ -39,7 +40,7 @@ from sim.topology.autoscalers import (
 from sim.topology.conditional import Conditional
 from sim.topology.mixed_pool import MixedPools
 from sim.topology.pipelines import to_pipelines
-from sim.topology.ranks import ToRanks
+from sim.topology.ranks import ByLoad, InTurn, ToRanks
 from sim.topology.routers import FewestWaitingTokens, LeastLoaded, PromptTrees, Router
 
 BYTES_PER_S_IN_GBPS = 1e9 / 8
@@ -53,7 +54,7 @@ def build_cluster(engines: list[EngineParts], env: simpy.Environment, arrivals: 
     if setup.decode is None:
         router = make_router(scenario.router, scenario.seed, scenario.router_weights)
         if ranks := scenario.data_parallel_size:
-            return Cluster(env, members, arrivals, ToRanks(router, ranks))
+            return Cluster(env, members, arrivals, _to_ranks(setup, router, ranks))
         return Cluster(env, members, arrivals, to_pipelines(router, setup.pp))
     options = setup.policy.options(MixedPoolOptions)
     if options.mixed_pool:
@@ -83,6 +84,16 @@ def build_cluster(engines: list[EngineParts], env: simpy.Environment, arrivals: 
         front = range(len(members))
     hand_overs = _hand_overs(engines, members, decoders, to_pipelines(decode_router, setup.decode.pp))
     return Cluster(env, members, arrivals, to_pipelines(router, setup.pp), front, hand_overs)
+
+
+def _to_ranks(setup: Setup, router: Router, ranks: int) -> Router:
+    """vLLM's front end, or SGLang's controller."""
+    if setup.policy.names["batching"] != "extend-first":
+        return ToRanks(router, ranks)
+    method = setup.policy.options(SglangOptions).load_balance_method
+    if method == "round_robin":
+        return InTurn(router, ranks)
+    return ByLoad(router, ranks, by_tokens=method == "total_tokens")
 
 
 def build_autoscaled(

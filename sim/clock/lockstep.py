@@ -2,8 +2,9 @@
 
 Each `Rank` is a member of the cluster with a scheduler and KV of its own. At a boundary, the same for all, each decides
 on its plan; then all begin at once, and end when the slowest has ended: they meet at every layer with experts. A rank
-that has nothing to do computes a dummy batch of one token meanwhile (vLLM's `execute_dummy_batch`), and sees what
-arrives at the next boundary. Nothing is jumped: what one rank does, all others wait for.
+that has nothing to do computes a dummy batch of one token meanwhile (vLLM's `execute_dummy_batch`) or an idle batch of
+none (SGLang's MLP sync), and sees what arrives at the next boundary. Nothing is jumped: what one rank does, all others
+wait for.
 
 Not modelled: the 31 dummy iterations that vLLM goes on with when all ranks have become idle.
 """
@@ -52,6 +53,8 @@ class Lockstep:
     def _begin(self, plans: list[IterationPlan | None]) -> None:
         if all(plan is None for plan in plans):
             self.decides_s = inf
+            for rank in self.ranks:
+                rank.engine.scheduler.batching.all_idle()
         else:
             for rank, plan, times in zip(self.ranks, plans, self._times(plans), strict=True):
                 rank.begin(plan, times)
@@ -60,7 +63,8 @@ class Lockstep:
     def _times(self, plans: list[IterationPlan | None]) -> list[StepTimes]:
         """Price the iteration; it ends at the same time for all."""
         cost, start_s, ends = self.cost, self.starts_s, []
-        for rank, plan, others_s in zip(self.ranks, plans, cost.set_together(plans), strict=True):
+        idle_tokens = self.ranks[0].engine.scheduler.batching.idle_tokens
+        for rank, plan, others_s in zip(self.ranks, plans, cost.set_together(plans, idle_tokens), strict=True):
             if plan is not None:
                 cost.others_s = others_s
                 ends.append(rank.pricer.step(plan, start_s).end_s)

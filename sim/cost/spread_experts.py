@@ -143,10 +143,10 @@ class SpreadExpertsCost(RooflineCost):
 
     # -- ranks that differ -----------------------------------------------------------------------------------------
 
-    def set_together(self, plans: Sequence[IterationPlan | None]) -> list[float]:
-        """`others_s` of each rank where they iterate together with these plans; None computes one token of nothing."""
+    def set_together(self, plans: Sequence[IterationPlan | None], idle_tokens: int = 1) -> list[float]:
+        """`others_s` of each rank where they iterate together; one without a plan computes `idle_tokens` of nothing."""
         own = [0 if plan is None else plan.prefill_tokens + plan.num_decodes + plan.num_single_chunks for plan in plans]
-        computed = [max(1, tokens) for tokens in own]
+        computed = [max(idle_tokens, tokens) for tokens in own]
         alone = all(plan is None or not plan.prefill_tokens for plan in plans)
         if max(computed) <= (self.most_captured if alone else min(self.most_captured, self.captured_tokens)):
             # Graphs are of one size on all ranks.

@@ -88,6 +88,8 @@ class Deployment(msgspec.Struct, frozen=True):
     role: Role = "both"
     seed: int = 0
     """Of what is drawn of requests that a trace does not say."""
+    ranks: int = 1
+    """Data-parallel ranks, this engine among them, that share experts and iterate together."""
 
 
 TierName = Literal["host", "disk"]

@@ -149,7 +149,9 @@ def _prepare(asked_for: Scenario, scenario: Scenario, label: str, policy: Policy
             f"--max-model-len {max_model_len} is beyond the {model.max_position_embeddings} positions of {model.name}"
         )
     wanted = scenario.max_num_seqs, scenario.max_num_batched_tokens, scenario.enable_chunked_prefill
-    engine = policy.engine_limits(Asked(max_model_len, *wanted, hardware.name, hardware.memory_bytes))
+    engine = policy.engine_limits(
+        Asked(max_model_len, *wanted, hardware.name, hardware.memory_bytes, scenario.data_parallel_size or 1)
+    )
     if sparse is not None and sparse.needs_whole_prompts and engine.enable_chunked_prefill:
         raise UserError(
             f"--sparse-attention {sparse.name}: chooses what it keeps of a prompt as a whole, and {label} splits "
@@ -391,6 +393,10 @@ def _experts(
         raise UserError(f"--enable-expert-parallel: {model.name} has no experts; leave it out")
     if ranks > 1 and pp > 1:
         raise UserError(f"{name}: {ranks} ranks of pipelines are not modelled; leave out --pipeline-parallel-size")
+    if ranks > 1:
+        refusal = policy.ranks_refusal(model)
+        if refusal:
+            raise UserError(refusal)
     if model.moe is None or (ranks == 1 and not scenario.enable_expert_parallel):
         return None
     if ranks > 1 and policy.names["batching"] not in LOCKSTEP_BATCHINGS:

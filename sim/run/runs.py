@@ -181,7 +181,8 @@ def _engine(
     place: int,
 ) -> EngineParts:
     seed = setup.scenario.seed
-    deployment = Deployment(setup.model, setup.hardware, setup.tp, setup.cost, setup.profile, setup.role, seed)
+    ranks = setup.experts.ranks if setup.experts else 1
+    deployment = Deployment(setup.model, setup.hardware, setup.tp, setup.cost, setup.profile, setup.role, seed, ranks)
     scheduler = setup.policy.scheduler(setup.limits, gaps, deployment)
     lanes = Lanes(keep_intervals=keep.timeline)
     if detailed is not None:

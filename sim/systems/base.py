@@ -56,6 +56,8 @@ class Asked(msgspec.Struct, frozen=True):
     enable_chunked_prefill: bool | None = None
     gpu_name: str = ""
     gpu_memory_bytes: float = 0.0
+    ranks: int = 1
+    """Data-parallel ranks of the engine."""
 
 
 class WindowPool(msgspec.Struct, frozen=True):
@@ -211,6 +213,10 @@ class Policy(ABC):
 
     def window_pool(self, window_tokens: int, block_size: int, engine: EngineLimits) -> WindowPool | None:
         """That of layers with a window of so many tokens, the query's own included; None: they have none."""
+        return None
+
+    def ranks_refusal(self, model: "ModelSpec") -> str | None:
+        """Why the model has no data-parallel ranks under the system, and what to do about it; None: it has."""
         return None
 
     def told(self, block_size: int | None) -> dict[str, int | bool]:

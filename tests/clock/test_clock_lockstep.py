@@ -10,6 +10,7 @@ from sim.cost.model import ridge
 from sim.cost.profile import load_profile
 from sim.cost.roofline import RooflineCost
 from sim.cost.spread_experts import KNOWN_TOKENS, SpreadExpertsCost
+from sim.engine.plan import IterationPlan
 from sim.errors import UserError
 from sim.options.policies import parse_policy
 from sim.options.scenario import Scenario
@@ -19,12 +20,14 @@ from sim.run.simulate import build_run, execute_all
 from sim.specs.expert_layout import ExpertLayout
 from sim.specs.hardware import load_hardware
 from sim.specs.models import load_model
-from sim.topology.ranks import ToRanks
+from sim.systems.sglang.batching import ExtendFirst
+from sim.topology.ranks import ByLoad, InTurn, ToRanks
 from sim.topology.routers import RoundRobin
 from traces.request import Request
 
 MODEL, GPU = "qwen3-30b-a3b", "h100"
 AHEAD, SERIAL = "vllm-v1", "vllm-v1:async-scheduling=false"
+SGLANG = "sglang:enable-dp-attention=true"
 
 
 def cost_of(**layout):
@@ -84,7 +87,7 @@ def test_whole_experts_are_drawn_for_some_numbers_of_tokens_and_lie_on_straight_
     assert cost.experts_s(at) == pytest.approx((1 - share) * cost.experts_s(low) + share * cost.experts_s(high))
 
 
-@pytest.mark.parametrize("policy", [AHEAD, SERIAL, "sglang"])
+@pytest.mark.parametrize("policy", [AHEAD, SERIAL, SGLANG])
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_ranks_with_the_same_requests_are_as_one(policy, ranks):
     """As the price of one rank assumes of the others; and what is stepped here, one engine jumps."""
@@ -103,11 +106,11 @@ def test_ranks_with_the_same_requests_are_as_one(policy, ranks):
         assert (found.queue_s, found.ttft_s, found.e2el_s) == pytest.approx(expected, abs=1e-7)
 
 
-@pytest.mark.parametrize("policy", [AHEAD, SERIAL, "sglang"])
+@pytest.mark.parametrize("policy", [AHEAD, SERIAL, SGLANG])
 def test_ranks_begin_and_end_together_and_lose_nothing(policy):
     """Crowded, with pauses in which ranks run out of requests, one before the other."""
     # SGLang's pages have one token.
-    blocks = 3200 if policy == "sglang" else 200
+    blocks = 3200 if policy == SGLANG else 200
     setup = setup_of(policy, data_parallel_size=3, num_gpu_blocks_override=blocks, max_num_seqs=8)
     random, at_s, requests = Random(7), 0.0, []
     for i in range(60):
@@ -147,6 +150,68 @@ def test_the_front_end_counts_waiting_fourfold_and_knows_queues_every_tenth_of_a
     assert router.route(Request(4, 0.1, 1, 1), engines) == 1
 
 
+def routes(router, engines, *requests):
+    return [router.route(Request(i, at_s, prompt, 1), engines) for i, (at_s, prompt) in enumerate(requests)]
+
+
+def test_sglangs_ranks_take_turns_whatever_they_have_each_engines_its_own():
+    ranks = [Rank(9, 9), Rank(0, 0), Rank(0, 0), Rank(0, 0)]
+    # Engines of two ranks, in turn.
+    assert routes(InTurn(RoundRobin(), 2), ranks, *[(0.0, 1)] * 6) == [0, 2, 1, 3, 0, 2]
+
+
+def test_sglangs_controller_knows_loads_every_fiftieth_of_a_second():
+    ranks = [Rank(1, 1), Rank(0, 3)]
+    # Two against three; then as many, and the first; then four against three. At 20 ms, two against three again.
+    asked = [(0.0, 1), (0.005, 1), (0.01, 1), (0.02, 1)]
+    assert routes(ByLoad(RoundRobin(), 2, by_tokens=False), ranks, *asked) == [0, 0, 1, 0]
+    few, many = Rank(0, 3), Rank(0, 1)
+    # 50 of 100 tokens of KV in use, and none; what waits has 30 and 80: as many, and fewer requests decide.
+    few.kv_tokens, few.kv_usage, few.waiting_tokens, many.waiting_tokens = 100, 0.5, 30, 80
+    assert routes(ByLoad(RoundRobin(), 2, by_tokens=True), [few, many], (0.0, 10), (0.001, 10)) == [1, 0]
+
+
+def test_sglang_divides_chunk_seats_and_conservativeness():
+    asked = {"max_num_seqs": 100, "max_num_batched_tokens": 4096, "data_parallel_size": 4}
+    setup = setup_of(SGLANG, **asked)
+    assert (setup.limits.max_num_batched_tokens, setup.limits.max_num_seqs) == (1024, 25)
+    # 0.7 x 0.3; of a rank alone 0.7.
+    for found, ratio in ((setup, 0.21), (setup_of(SGLANG, data_parallel_size=1), 0.7)):
+        batching = build_run(found, []).engines[0].scheduler.batching
+        assert isinstance(batching, ExtendFirst)
+        assert batching.ratio == pytest.approx(ratio)
+
+
+def test_a_rank_keeps_its_ratio_until_all_are_idle():
+    """SGLang resets it where a rank has no batch, and a rank that is idle alone has an idle one."""
+    setup = setup_of(SGLANG)
+    # The first rank's requests end early; the second's long after. Later both have one more.
+    run = build_run(setup, [Request(0, 0.0, 10, 20), Request(1, 0.0, 10, 200), Request(2, 50.0, 10, 1)])
+    ratios = []
+    batching = run.engines[0].scheduler.batching
+    assert isinstance(batching, ExtendFirst)
+    other = run.engines[1].scheduler.batching
+    fill = other.fill
+
+    def watched(plan, now_s):
+        fill(plan, now_s)
+        ratios.append(batching.ratio)
+
+    other.fill = watched
+    execute_all(run)
+    first = 0.21
+    assert ratios[100] == ratios[150] < first
+    assert ratios[-1] == pytest.approx(first, rel=0.01)
+
+
+def test_an_idle_rank_of_sglang_computes_nothing_and_one_of_vllm_a_token():
+    cost = cost_of(ranks=2)
+    plan = IterationPlan()
+    plan.num_decodes = 4096
+    (vllm, _), (sglang, _) = cost.set_together([plan, None]), cost.set_together([plan, None], 0)
+    assert vllm - sglang == pytest.approx(cost.spread_s(4097) - cost.spread_s(4096))
+
+
 @pytest.mark.parametrize(
     ("options", "policy", "words"),
     [
@@ -154,6 +219,9 @@ def test_the_front_end_counts_waiting_fourfold_and_knows_queues_every_tenth_of_a
         ({"model": "llama-3.1-8b", "enable_expert_parallel": True}, AHEAD, "llama-3.1-8b has no experts"),
         ({"pipeline_parallel_size": 2}, SERIAL, "--pipeline-parallel-size"),
         ({"data_parallel_size": 64, "tp": 4, "enable_expert_parallel": True}, AHEAD, "256 GPUs are more than the 128"),
+        ({}, "sglang", "each has all of them: give that, or --replicas"),
+        ({"model": "llama-3.1-8b"}, SGLANG, "llama-3.1-8b has no experts"),
+        ({"data_parallel_size": 4}, f"{SGLANG},chunked-prefill-size=3", "3 tokens are fewer than the 4 ranks"),
         ({"cost_form": "paper"}, AHEAD, "form paper has no prices of experts"),
     ],
 )

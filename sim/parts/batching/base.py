@@ -48,10 +48,16 @@ class Batching(Part, ABC):
     unexecutable: ClassVar[str] = ""
     """Why a device cannot carry out its plans, and what to do about it; empty where one can."""
 
+    idle_tokens: ClassVar[int] = 1
+    """What a rank without work computes while others iterate (vLLM's dummy batch)."""
+
     record: DecisionLog | None = None
     """Hears of every step: entries `request:tokens` in the engine's order, then the preempted requests."""
     records_decisions: ClassVar[bool] = False
     """Whether it tells `record`."""
+
+    def all_idle(self) -> None:
+        """No rank of those that iterate together has anything to do."""
 
     def refusal(self, seq: Sequence) -> str | None:
         """Why a request that arrives is not taken at all; None: it is."""

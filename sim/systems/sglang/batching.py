@@ -29,6 +29,8 @@ FIRST_RATIO = 0.7
 LEAST_RATIO_SHARE = 0.14
 RATIO_STEPS = 600
 """The ratio begins at `FIRST_RATIO` times the conservativeness, and falls to that share of it in so many steps."""
+RANK_CONSERVATIVENESS = 0.3
+"""What the conservativeness of ranks that share experts is multiplied by."""
 RETRACT_STEPS = 20
 """Decode steps for which a retraction makes room."""
 SPARE_PROMPT_TOKENS = 5
@@ -52,16 +54,20 @@ class ExtendFirst(Batching):
     splits_prompts: ClassVar[bool] = True
     chunks_are_blocks: ClassVar[bool] = True
     default_budget: ClassVar[int | None] = 8192
+    idle_tokens: ClassVar[int] = 0
     frees_in_order = True
     records_decisions = True
 
     @classmethod
     def build(cls, b: "Builder") -> "ExtendFirst":
-        return cls(b.options(SglangOptions), schedules_ahead=b.policy.schedules_ahead)
+        is_rank = b.deployment.ranks > 1
+        return cls(b.options(SglangOptions), schedules_ahead=b.policy.schedules_ahead, is_rank=is_rank)
 
-    def __init__(self, options: SglangOptions, *, schedules_ahead: bool = False) -> None:
-        self.settings, self.schedules_ahead = options, schedules_ahead
-        self._first_ratio = min(FIRST_RATIO * options.schedule_conservativeness, 1.0)
+    def __init__(self, options: SglangOptions, *, schedules_ahead: bool = False, is_rank: bool = False) -> None:
+        """`is_rank`: it iterates together with others (`--enable-dp-attention`)."""
+        self.settings, self.schedules_ahead, self._is_rank = options, schedules_ahead, is_rank
+        conservativeness = options.schedule_conservativeness * (RANK_CONSERVATIVENESS if is_rank else 1.0)
+        self._first_ratio = min(FIRST_RATIO * conservativeness, 1.0)
         self._least_ratio = min(self._first_ratio * LEAST_RATIO_SHARE, 1.0)
         self._decay = (self._first_ratio - self._least_ratio) / RATIO_STEPS
         self.ratio = self._first_ratio
@@ -146,7 +152,7 @@ class ExtendFirst(Batching):
                 if self._windows:
                     self._give_up()
                     continue
-            else:
+            elif not self._is_rank:
                 self.ratio = self._first_ratio
             break
         self.eviction.requeue_victims()
@@ -163,6 +169,11 @@ class ExtendFirst(Batching):
         settles = plan.chunks or self.scheduler.last_in_flight or any(self._to_settle) or self.chunked is not None
         if not settles and not (waits and plan.cut_on_arrival):
             self.scheduler.allow_jump(plan)
+
+    def all_idle(self) -> None:
+        # A rank that is idle alone computes an idle batch.
+        if not (self.queue.waiting or self.chunked or self.scheduler.in_flight):
+            self.ratio = self._first_ratio
 
     def _give_up(self) -> None:
         """Nothing runs, and what is next finds no room even so: SGLang waits for ever."""

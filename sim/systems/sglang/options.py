@@ -45,6 +45,12 @@ class SglangOptions(CheckedOptions):
         0.8, "of the pool's tokens, those of the pool of layers with a window (gpt-oss)", within=(1e-6, 1.0)
     )
     disable_hybrid_swa_memory: bool = option(False, "layers with a window keep everything, like the others")
+    enable_dp_attention: bool = option(
+        False, "ranks of --data-parallel-size share the experts; chunk, seats and conservativeness are divided"
+    )
+    load_balance_method: Literal["round_robin", "total_requests", "total_tokens"] = option(
+        "round_robin", "which rank gets a request: the next, or that with the fewest requests or tokens"
+    )
     page_size: int = option(0, "tokens of a page; 0: --block-size, or 1", within=(0, 1 << 20))
     disable_radix_cache: bool = option(False, "cache no prefixes")
     max_new_tokens: int = option(

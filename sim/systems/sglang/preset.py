@@ -16,16 +16,21 @@ Assumed:
   that (here: when they are computed), and what a step loads may come meanwhile (here: after it).
 - Storage behind the host (L3) and layers that keep a state have no tree here, HiCache none of layers with a window.
 - A request that finds no room alone in the pool of layers with a window is ignored; SGLang waits for ever.
+- A rank of `enable-dp-attention` decides as its scheduler does. The controller knows what the ranks have of each 20 ms;
+  there each rank's last report, which may be older.
 - Several victims of one preemption return to the queue in the order in which they ran; SGLang has them in a set.
 """
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from sim.cost.engine_profile import TODAYS_SERIAL
 from sim.errors import UserError
 from sim.systems.base import Asked, EngineLimits, Policy, WindowPool
 from sim.systems.sglang.options import SLIDE_TOKENS, SglangOptions
+
+if TYPE_CHECKING:
+    from sim.specs.models import ModelSpec
 
 CHUNK_TOKENS = ((160, 16384), (60, 8192), (20, 4096), (0, 2048))
 """`--chunked-prefill-size` by GiB of a GPU, from so many on."""
@@ -71,7 +76,20 @@ class Sglang(SglangOptions, Policy):
         # What so many requests and the chunks in flight take at most (`compute_swa_request_cap`).
         each = window_tokens - 1 + SLIDE_TOKENS + 2 * block_size
         chunks = (1 if self.disable_overlap_schedule else 2) * engine.max_num_batched_tokens
-        return WindowPool(tokens=self.max_running_requests * each + chunks + block_size)
+        return WindowPool(tokens=engine.max_num_seqs * each + chunks + block_size)
+
+    def ranks_refusal(self, model: "ModelSpec") -> str | None:
+        if self.enable_dp_attention and model.moe is None:
+            return (
+                f"sglang enable-dp-attention: {model.name} has no experts, and dense layers spread over ranks are not "
+                "simulated; leave it out: the ranks go by themselves"
+            )
+        if model.moe is not None and not self.enable_dp_attention:
+            return (
+                f"--data-parallel-size: SGLang's ranks share the experts of {model.name} with "
+                "--sglang-enable-dp-attention; without it each has all of them: give that, or --replicas"
+            )
+        return None
 
     def told(self, block_size: int | None) -> dict[str, int | bool]:
         page = self.page_size or block_size or self.default_block_size
@@ -96,7 +114,8 @@ class Sglang(SglangOptions, Policy):
 
     def engine_limits(self, asked: Asked) -> EngineLimits:
         """SGLang's defaults by GPU."""
-        seats = asked.max_num_seqs or SEATS
+        ranks = asked.ranks if self.enable_dp_attention else 1
+        seats = max(1, asked.max_num_seqs // ranks) if asked.max_num_seqs else SEATS
         if asked.enable_chunked_prefill is False:
             if self.enable_mixed_chunk:
                 raise UserError(
@@ -106,4 +125,6 @@ class Sglang(SglangOptions, Policy):
             return EngineLimits(seats, max(asked.max_model_len, self.max_prefill_tokens), False)
         gib = asked.gpu_memory_bytes / GIB
         chunk = asked.max_num_batched_tokens or next(tokens for least, tokens in CHUNK_TOKENS if gib >= least)
-        return EngineLimits(seats, chunk, True)
+        if chunk < ranks:
+            raise UserError(f"sglang chunked-prefill-size: {chunk} tokens are fewer than the {ranks} ranks; raise it")
+        return EngineLimits(seats, chunk // ranks, True)
