@@ -165,7 +165,7 @@ def brute(times, lengths, block, room, budget_s, configurations, step):
 
 
 @given(instances)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 def test_nothing_that_brute_force_tries_is_better(instance):
     lengths, share, budget_s, block, times, by_longest, host = instance
     lost = block if block > 1 else 0
