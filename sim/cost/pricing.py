@@ -185,7 +185,7 @@ class Pricer:
     def _start(self, move: Move, now_s: float, stretch: float = 1.0) -> float:
         """Begin a copy beside the computation; returns its end, s. What is on the disk's lanes nothing stretches."""
         seconds = self.move_s(move)
-        if not move.uses_disk:
+        if stretch != 1.0 and not move.uses_disk:
             seconds *= stretch
         end_s = self.lanes.of_move(move).reserve(now_s, seconds, "KV layers")
         self._finish_at(end_s, move)

@@ -215,9 +215,9 @@ class Paced(Unified):
 
     def pending(self) -> list[Sequence]:
         """Prompts that are kept, half done or waiting, as far as it looks ahead."""
-        looked_at = self._looked_at
-        found = [seq for seq in self.partials if seq is not looked_at]
-        found += [seq for seq in self.triage.first_kept(LOOK_AHEAD + 1) if seq is not looked_at]
+        found = [*self.partials, *self.triage.first_kept(LOOK_AHEAD + 1)]
+        if self._looked_at is not None and self._looked_at in found:
+            found.remove(self._looked_at)
         return found[:LOOK_AHEAD]
 
     def find_worth(self) -> None:

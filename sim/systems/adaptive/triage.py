@@ -570,8 +570,9 @@ class Triage(Order):
         price = self.price
         alone_s = 0.0 if len(self.batch.members) > plan.num_sampled_prefills else price.step_s
         if plan.num_decodes:
-            decodes = plan.num_decodes, plan.decode_context_tokens, plan.decode_window, plan.decode_longest_tokens
-            alone_s = price.factor * self.cost.decode_steps(*decodes)[0]
+            decodes, context_tokens, windowed = plan.num_decodes, plan.decode_context_tokens, plan.decode_window
+            steps = self.cost.decode_steps(decodes, context_tokens, windowed, plan.decode_longest_tokens)
+            alone_s = price.factor * steps[0]
         started = sum(
             price.prefill_s(chunk.seq.request.prompt_tokens)
             for chunk in plan.chunks
