@@ -17,6 +17,7 @@ from traces.errors import TraceError
 from traces.lengths import IntArray, load_model, uniform_lengths
 from traces.rates import MOST, check_count, check_rate, check_seed
 from traces.request import Request
+from traces.rows import Columns, requests_of
 from traces.sessions import SessionShape, sessions
 from traces.workloads import OPTIONS, WORKLOADS
 
@@ -137,6 +138,5 @@ def _uniform(input_len: int, output_len: int, ratio: float, random: np.random.Ge
 def _requests(clock: Clock, burstiness: float, seed: int, lengths: LengthChunks) -> Iterator[Request]:
     first = 0
     for expected, (prompts, outputs) in zip(unit_chunks(burstiness, seed), lengths, strict=False):
-        ids = range(first, first + CHUNK)
-        yield from map(Request, ids, clock(expected).tolist(), prompts.tolist(), outputs.tolist())
+        yield from requests_of(Columns(clock(expected).tolist(), prompts.tolist(), outputs.tolist()), first)
         first += CHUNK

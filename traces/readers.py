@@ -24,11 +24,9 @@ Any of them may be gzipped, begin with a byte-order mark, end its lines with CRL
 
 from collections.abc import Callable, Iterator
 from difflib import get_close_matches
-from functools import partial
-from itertools import chain, repeat
+from itertools import chain
 from operator import itemgetter
 from pathlib import Path
-from typing import cast
 
 from traces.adapters import apart
 from traces.csv_reader import CSV_FORMATS, CsvReader, split_header
@@ -37,7 +35,7 @@ from traces.fields import Where
 from traces.files import pieces, text_blocks
 from traces.jsonl_reader import JSONL_FORMATS, JsonlReader, parse_object
 from traces.request import Request
-from traces.rows import Columns, Reader, ReadOptions, ZeroTokens
+from traces.rows import Reader, ReadOptions, ZeroTokens, requests_of
 from traces.text_reader import ShareGptReader, VllmCustomReader, load_tokenizer
 
 BENCH_KEYS = {"completed", "request_throughput"}
@@ -51,18 +49,6 @@ SKIPPED = {
 }
 """Why readers leave rows out without being asked to."""
 ALL_FORMATS = f"known formats: {', '.join(FORMATS)}; --trace-format names one"
-
-# `Request(*row)` with a third of its cost: a named tuple's own constructor is a Python function, the tuple's is not.
-_request = cast(Callable[[tuple[object, ...]], Request], partial(tuple.__new__, Request))
-
-_MISSING = tuple(Request._field_defaults.values())  # in the order of the optional columns
-
-
-def _requests(columns: Columns, first_id: int) -> Iterator[Request]:
-    ids = range(first_id, first_id + len(columns.times))
-    times, prompts, outputs, *optional = columns
-    more = (column or repeat(missing) for column, missing in zip(optional, _MISSING, strict=True))
-    return map(_request, zip(ids, times, prompts, outputs, *more, strict=False))
 
 
 class Trace:
@@ -121,7 +107,7 @@ class Trace:
                         hashes=list(map(apart, columns.loras, hashes)),
                         output_hashes=list(map(apart, columns.loras, output_hashes)),
                     )
-            yield _requests(columns, count)
+            yield requests_of(columns, count)
             count += len(columns.times)
         self.skipped = reader.skipped
 
