@@ -263,15 +263,13 @@ def run_derive(arguments: argparse.Namespace) -> int:
     hardware, sibling = load_hardware(arguments.gpu), load_profile(arguments.sibling)
     # A GPU that nothing is shipped for has no base but the sibling.
     is_known = arguments.base is not None or derived_name(hardware) in shipped_profiles()
-    memory = load_profile(arguments.memory_sibling) if arguments.memory_sibling else None
     profile = derive_profile(
         hardware,
         sibling,
-        load_hardware(sibling.gpu),
         base_profile(arguments.base if is_known else arguments.sibling, hardware),
         compute_share=arguments.compute_share,
         reason=arguments.reason,
-        memory=(memory, load_hardware(memory.gpu)) if memory else None,
+        memory=load_profile(arguments.memory_sibling) if arguments.memory_sibling else None,
     )
     path = arguments.out / f"{profile.name}.json"
     with owning(arguments.out):

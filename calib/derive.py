@@ -4,7 +4,7 @@ import msgspec
 
 from sim.cost.profile import KERNEL_NAMES, ROOFLINE_UNITS, Constant, Profile
 from sim.errors import UserError
-from sim.specs.hardware import HardwareSpec
+from sim.specs.hardware import HardwareSpec, load_hardware
 
 COPY_RATES = ("h2d_bytes_per_s", "d2h_bytes_per_s")
 OWN = (
@@ -25,21 +25,20 @@ OWN = (
 def derive_profile(
     hardware: HardwareSpec,
     sibling: Profile,
-    sibling_hardware: HardwareSpec,
     base: Profile,
     *,
     compute_share: float | None = None,
     reason: str = "",
-    memory: tuple[Profile, HardwareSpec] | None = None,
+    memory: Profile | None = None,
 ) -> Profile:
     """Constants of `hardware` from the shares of the specification that a measured sibling reaches.
 
     Args:
-        sibling, sibling_hardware: the GPU whose shares are taken over: compute, attention, memory.
+        sibling: of the GPU whose shares are taken over: compute, attention, memory.
         base: profile of `hardware` itself, for `OWN`; of another GPU their sources say so.
         compute_share: share of the peak FLOP/s that matrix products are assumed to reach; the sibling's if None.
         reason: why `compute_share` is what it is; needed with it.
-        memory: another GPU whose shares of the memory bandwidth are taken over, where its memory is more alike.
+        memory: of another GPU whose shares of the memory bandwidth are taken over, where its memory is more alike.
 
     Raises:
         UserError: `compute_share` outside (0, 1], or without a reason.
@@ -48,9 +47,9 @@ def derive_profile(
         raise UserError(f"--compute-share: {compute_share} is not a share of the peak: give one above 0, at most 1")
     if compute_share is not None and not reason:
         raise UserError("--compute-share: say in --reason why, for the profile to carry")
-    share = sibling.value("flops_per_s") / sibling_hardware.fp16_flops_per_s if compute_share is None else compute_share
-    assumed = _assumed(hardware, sibling, sibling_hardware, share, reason or f"the share {sibling.name} reaches")
-    assumed |= _bandwidths(hardware, *(memory or (sibling, sibling_hardware)), sibling, sibling_hardware)
+    share = compute_share or sibling.value("flops_per_s") / load_hardware(sibling.gpu).fp16_flops_per_s
+    assumed = _assumed(hardware, sibling, share, reason or f"the share {sibling.name} reaches")
+    assumed |= _bandwidths(hardware, memory or sibling, sibling)
     found: dict[str, Constant] = {}
     for name, unit in ROOFLINE_UNITS.items():
         if name in assumed:
@@ -84,36 +83,30 @@ def derive_profile(
     )
 
 
-def _assumed(
-    hardware: HardwareSpec, sibling: Profile, sibling_hardware: HardwareSpec, share: float, why: str
-) -> dict[str, tuple[float, str]]:
+def _assumed(hardware: HardwareSpec, sibling: Profile, share: float, why: str) -> dict[str, tuple[float, str]]:
     """Values scaled from the specification, with the words that say how."""
-    flops = share * hardware.fp16_flops_per_s
-    attention = sibling.value("attention_flops_per_s") / sibling.value("flops_per_s")
     peak = hardware.fp16_flops_per_s
+    flops = share * peak
+    attention = sibling.value("attention_flops_per_s") / sibling.value("flops_per_s")
+    as_there = f"assumed: {attention:.3g} of flops_per_s, as {sibling.name} reaches"
     return {
         "flops_per_s": (flops, f"assumed: {share:.3g} of the peak, {peak:.4g} FLOP/s: {why}"),
-        "attention_flops_per_s": (
-            attention * flops,
-            f"assumed: {attention:.3g} of flops_per_s, as {sibling.name} reaches",
-        ),
+        "attention_flops_per_s": (attention * flops, as_there),
         "alpha": (1 / share, "derived: specified peak over flops_per_s (LayerKV Eq. 3 divides by the peak)"),
     }
 
 
-def _bandwidths(
-    hardware: HardwareSpec, memory: Profile, memory_hardware: HardwareSpec, sibling: Profile, like: HardwareSpec
-) -> dict[str, tuple[float, str]]:
+def _bandwidths(hardware: HardwareSpec, memory: Profile, sibling: Profile) -> dict[str, tuple[float, str]]:
     """Rates of reading, and tiles of attention that run at once: in proportion to the peak, as multiprocessors are."""
     found: dict[str, tuple[float, str]] = {}
-    rates = {"hbm_bytes_per_s": (memory, memory_hardware), "kv_bytes_per_s": (memory, memory_hardware)}
-    for name, (profile, its) in (rates | {"elementwise_bytes_per_s": (sibling, like)}).items():
+    like = {"hbm_bytes_per_s": memory, "kv_bytes_per_s": memory, "elementwise_bytes_per_s": sibling}
+    for name, profile in like.items():
         if name in profile.constants:
-            share = profile.value(name) / its.hbm_bytes_per_s
+            share = profile.value(name) / load_hardware(profile.gpu).hbm_bytes_per_s
             text = f"assumed: {share:.3g} of {hardware.hbm_bytes_per_s:.4g} B/s, the share {profile.name} reaches"
             found[name] = (share * hardware.hbm_bytes_per_s, text)
     if sibling.value("attention_slots"):
-        scale = hardware.fp16_flops_per_s / like.fp16_flops_per_s
+        scale = hardware.fp16_flops_per_s / load_hardware(sibling.gpu).fp16_flops_per_s
         text = f"assumed: {scale:.3g} of those of {sibling.name}, as of the peak FLOP/s"
         found["attention_slots"] = (scale * sibling.value("attention_slots"), text)
     return found

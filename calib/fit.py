@@ -14,16 +14,13 @@ from calib.holdout import (
     Region,
     errors_of,
     is_better,
-    is_decode,
-    is_mixed,
-    is_scored_prefill,
     leans,
     leave_one_model_out,
     leave_rows_out,
-    mean,
     mean_holdout,
     misses,
     regions,
+    scores,
     small_predicts_large,
 )
 from calib.kernel_fit import KernelFit
@@ -357,22 +354,12 @@ def _residuals(
     found: Sequence[Region],
 ) -> dict[str, float]:
     of_models, of_rows = map(mean_holdout, unseen)
-    absolute = np.abs(errors)
-    prompts, decodes = is_scored_prefill(samples), is_decode(samples)
-    mixed = is_mixed(samples)
+    own = scores(samples, errors, np.ones(len(samples), dtype=bool))
+    left_out = {"": own, "unseen_model_": of_models, "unseen_rows_": of_rows, "unseen_size_": large}
     values = {
-        "prefill_mape": mean(absolute[prompts]),
-        "decode_mape": mean(absolute[decodes]),
-        "mixed_mape": mean(absolute[mixed]),
-        "unseen_model_prefill_mape": of_models.prefill,
-        "unseen_model_decode_mape": of_models.decode,
-        "unseen_model_mixed_mape": of_models.mixed,
-        "unseen_rows_prefill_mape": of_rows.prefill,
-        "unseen_rows_decode_mape": of_rows.decode,
-        "unseen_rows_mixed_mape": of_rows.mixed,
-        "unseen_size_prefill_mape": large.prefill,
-        "unseen_size_decode_mape": large.decode,
-        "unseen_size_mixed_mape": large.mixed,
-        "largest_region_bias": max((abs(region.bias) for region in found if region.is_pass), default=float("nan")),
+        f"{what}{phase}_mape": getattr(error, phase)
+        for what, error in left_out.items()
+        for phase in ("prefill", "decode", "mixed")
     }
+    values["largest_region_bias"] = max((abs(region.bias) for region in found if region.is_pass), default=float("nan"))
     return {name: round(value, 5) for name, value in values.items() if np.isfinite(value)}

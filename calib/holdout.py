@@ -12,13 +12,7 @@ from numpy.typing import NDArray
 
 from calib.factors import LEANS
 from calib.robust import Array
-from calib.roofline import (
-    NO_ALL_REDUCE,
-    complete,
-    fit_linear_factors,
-    fit_roofline,
-    predict_s,
-)
+from calib.roofline import NO_ALL_REDUCE, complete, fit_linear_factors, fit_roofline, predict_s
 from calib.samples import Sample
 from calib.terms import Terms
 from sim.cost.kernels import Point
@@ -158,13 +152,14 @@ def _held_out(
         {**fixed, **fit_roofline(terms[~left_out], measured_s[~left_out], fixed, without=without).values}
     )
     factors = fit_linear_factors(constants, terms[~left_out], measured_s[~left_out]) if factored else None
-    errors = np.abs(errors_of(constants, terms, measured_s, factors))
-    return Holdout(
-        mean(errors[left_out & is_scored_prefill(samples)]),
-        mean(errors[left_out & is_decode(samples)]),
-        int(left_out.sum()),
-        mean(errors[left_out & is_mixed(samples)]),
-    )
+    return scores(samples, errors_of(constants, terms, measured_s, factors), left_out)
+
+
+def scores(samples: Sequence[Sample], errors: Array, chosen: Mask) -> Holdout:
+    """The errors of those chosen, by phase."""
+    phases = (is_scored_prefill(samples), is_decode(samples), is_mixed(samples))
+    prefill, decode, mixed = (mean(np.abs(errors[chosen & phase])) for phase in phases)
+    return Holdout(prefill, decode, int(chosen.sum()), mixed)
 
 
 def leans(found: Sequence[Region], *, whole: bool = True) -> bool:

@@ -15,7 +15,7 @@ from sim.errors import UserError
 class KernelTerms:
     """Per sample; fields are arrays of shape (samples,)."""
 
-    def __getitem__(self, chosen: NDArray[np.bool_]) -> Self:
+    def __getitem__(self, chosen: NDArray[np.bool_] | NDArray[np.intp]) -> Self:
         return type(self)(*(getattr(self, field.name)[chosen] for field in fields(self)))
 
 

@@ -5,11 +5,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from calib.holdout import errors_of, mean
-from calib.robust import Array, Fit, Parameter, fit_relative
+from calib.holdout import Mask, errors_of, mean
+from calib.robust import Fit, Parameter, fit_relative
 from calib.roofline import predict_s
 from calib.samples import Sample
-from calib.terms import Terms, terms_of
+from calib.terms import terms_of
 from sim.cost.kernels import Point
 from sim.cost.roofline import SPLIT_BELOW
 from sim.specs.models import ModelSpec
@@ -44,35 +44,24 @@ def fit_longest(
     tells = alone & (terms.kv_heads * terms.decodes >= SPLIT_BELOW * constants["attention_slots"])
     if not tells.any():
         return LongestFit()
-    fit = _fitted(terms[tells], measured[tells], constants, factors)
-    residuals = _errors("longest", fit, terms, measured, alone, constants, factors)
-    names = np.array([s.model for s in samples])
+    start = Parameter(constants["kv_bytes_per_s"] / constants["attention_slots"])
+
+    def fitted(chosen: Mask) -> Fit:
+        of = terms[chosen]
+        return fit_relative(lambda rate: predict_s({**constants, **rate}, of, factors), measured[chosen], {RATE: start})
+
+    def errors(name: str, fit: Fit, chosen: Mask) -> dict[str, float]:
+        absolute = np.abs(errors_of({**constants, **fit.values}, terms, measured, factors))
+        phases = {f"{name}_decode_mape": absolute[chosen & alone], f"{name}_mixed_mape": absolute[chosen & ~alone]}
+        return {phase: round(mean(found), 5) for phase, found in phases.items() if len(found)}
+
+    fit, names = fitted(tells), np.array([s.model for s in samples])
+    residuals = errors("longest", fit, np.ones(len(samples), dtype=bool))
     unseen: dict[str, list[float]] = {}
     for name in sorted(set(names)):
-        others, its = tells & (names != name), names == name
+        others = tells & (names != name)
         if others.any():
-            other = _fitted(terms[others], measured[others], constants, factors)
-            of_it = _errors("unseen_model_longest", other, terms[its], measured[its], alone[its], constants, factors)
-            for phase, error in of_it.items():
+            for phase, error in errors("unseen_model_longest", fitted(others), names == name).items():
                 unseen.setdefault(phase, []).append(error)
-    residuals |= {phase: round(mean(errors), 5) for phase, errors in unseen.items()}
+    residuals |= {phase: round(mean(found), 5) for phase, found in unseen.items()}
     return LongestFit(fit, residuals)
-
-
-def _fitted(terms: Terms, measured_s: Array, constants: Mapping[str, float], factors: Sequence[Point] | None) -> Fit:
-    start = Parameter(constants["kv_bytes_per_s"] / constants["attention_slots"])
-    return fit_relative(lambda found: predict_s({**constants, **found}, terms, factors), measured_s, {RATE: start})
-
-
-def _errors(
-    name: str,
-    fit: Fit,
-    terms: Terms,
-    measured_s: Array,
-    alone: np.ndarray,
-    constants: Mapping[str, float],
-    factors: Sequence[Point] | None,
-) -> dict[str, float]:
-    absolute = np.abs(errors_of({**constants, **fit.values}, terms, measured_s, factors))
-    phases = {f"{name}_decode_mape": absolute[alone], f"{name}_mixed_mape": absolute[~alone]}
-    return {phase: round(mean(errors), 5) for phase, errors in phases.items() if len(errors)}

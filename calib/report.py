@@ -6,15 +6,7 @@ from math import isnan
 import numpy as np
 
 from calib.fit import FitReport
-from calib.holdout import (
-    PROMPT_TOKENS,
-    Holdout,
-    is_decode,
-    is_mixed,
-    is_scored_prefill,
-    mean,
-    mean_holdout,
-)
+from calib.holdout import PROMPT_TOKENS, Holdout, is_decode, mean_holdout, scores
 
 SCALES = (("FLOP/s", 1e12, "TFLOP/s"), ("B/s", 1e9, "GB/s"), ("s", 1e-6, "us"))
 """Units as people read them: SI unit, size of the readable one, its name."""
@@ -77,10 +69,7 @@ def constants_table(report: FitReport) -> str:
 
 def errors_table(report: FitReport) -> str:
     """Errors on the samples themselves and on what the fit did not see."""
-    absolute = np.abs(report.errors)
-    prompts, decodes = is_scored_prefill(report.samples), is_decode(report.samples)
-    mixed = mean(absolute[is_mixed(report.samples)])
-    own = Holdout(mean(absolute[prompts]), mean(absolute[decodes]), len(report.samples), mixed)
+    own = scores(report.samples, report.errors, np.ones(len(report.samples), dtype=bool))
     rows = [_error_row("the samples fitted", own)]
     if len(report.by_model) > 1:
         rows.append(_error_row("a model left out (mean)", mean_holdout(report.by_model)))

@@ -8,8 +8,9 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
+from calib.kernel_fit import KernelTerms
+from calib.robust import Array
 from calib.samples import EAGER, PIECES, Sample
 from sim.cost.model import ACTIVATION_BYTES
 from sim.errors import UserError
@@ -17,15 +18,12 @@ from sim.specs.json_file import built_in_names
 from sim.specs.kv_format import KV_DTYPES
 from sim.specs.models import BUILT_IN, ModelSpec, load_model
 
-Array = NDArray[np.float64]
-
-
 NO_ATTENTION = (0.0,) * 10 + (1.0, 1.0)
 """`Terms.row_flops` to `Terms.heads_per_kv` of what attends to nothing."""
 
 
 @dataclass(frozen=True)
-class Terms:
+class Terms(KernelTerms):
     """Per sample and per GPU of its group, arrays of shape (samples,).
 
     Attributes:
@@ -87,9 +85,6 @@ class Terms:
 
     def __len__(self) -> int:
         return len(self.layers)
-
-    def __getitem__(self, chosen: NDArray[np.bool_] | NDArray[np.intp]) -> "Terms":
-        return Terms(*(getattr(self, field.name)[chosen] for field in fields(self)))
 
 
 def load_models(samples: Iterable[Sample], folder: Path) -> dict[str, ModelSpec]:

@@ -35,12 +35,7 @@ class Computation:
     """
 
     def __init__(
-        self,
-        memory: DeviceMemory,
-        transfers: Transfers,
-        tokens: TokenIds,
-        choose: Choose,
-        in_flight: TokensInFlight,
+        self, memory: DeviceMemory, transfers: Transfers, tokens: TokenIds, choose: Choose, in_flight: TokensInFlight
     ) -> None:
         self.tables = BlockTables(memory.placement)
         self._memory, self._transfers, self._tokens = memory, transfers, tokens

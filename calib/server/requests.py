@@ -130,12 +130,7 @@ class _Surface:
 
     @staticmethod
     def through(
-        residuals: Callable[[Array], Array],
-        x: Array,
-        box: float,
-        low: Array,
-        high: Array,
-        draw: np.random.Generator,
+        residuals: Callable[[Array], Array], x: Array, box: float, low: Array, high: Array, draw: np.random.Generator
     ) -> "_Surface":
         """The planes through points in a box about `x`."""
         count, k = POINTS_A_CONSTANT * len(x), len(x)

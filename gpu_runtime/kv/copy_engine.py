@@ -41,24 +41,13 @@ class CopyEngine:
         }
         self.spans = CopySpans(self.device)
 
-    def __enter__(self) -> "CopyEngine":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def close(self) -> None:
         """Finish what is queued and end the threads."""
         for worker in self._workers.values():
             worker.close()
 
     def copy_blocks(
-        self,
-        src_pool: KVPool,
-        src_ids: Sequence[int],
-        dst_pool: KVPool,
-        dst_ids: Sequence[int],
-        direction: Direction,
+        self, src_pool: KVPool, src_ids: Sequence[int], dst_pool: KVPool, dst_ids: Sequence[int], direction: Direction
     ) -> CopyHandle:
         """Copy block `src_ids[i]` to `dst_ids[i]`.
 

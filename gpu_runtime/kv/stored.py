@@ -10,11 +10,7 @@ from torch import Tensor
 from sim.errors import UserError
 from sim.specs.kv_format import KV_DTYPES
 
-TORCH_DTYPES = {
-    "bfloat16": torch.bfloat16,
-    "fp8_e4m3": torch.float8_e4m3fn,
-    "fp8_e5m2": torch.float8_e5m2,
-}
+TORCH_DTYPES = {"bfloat16": torch.bfloat16, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 

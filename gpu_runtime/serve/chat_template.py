@@ -48,9 +48,7 @@ class ChatTemplate:
         """The text of a chat; `Refused` (400) where the template does not take it."""
         try:
             text = self._template.render(  # type: ignore[attr-defined]
-                **self.tokens | chat.options,
-                messages=chat.messages,
-                add_generation_prompt=chat.add_generation_prompt,
+                **self.tokens | chat.options, messages=chat.messages, add_generation_prompt=chat.add_generation_prompt
             )
         except Exception as error:  # Whatever a template does with what a client sends.
             why = f"the model's chat template does not take them ({str(error) or type(error).__name__}); send others"

@@ -47,13 +47,7 @@ class EngineThread:
     """
 
     def __init__(
-        self,
-        engine: Engine,
-        device: TorchDevice,
-        metrics: Metrics,
-        lanes: Lanes,
-        series: Series | None,
-        seed: int = 0,
+        self, engine: Engine, device: TorchDevice, metrics: Metrics, lanes: Lanes, series: Series | None, seed: int = 0
     ) -> None:
         self.engine, self.scheduler = engine, engine.scheduler
         self.device, self.metrics = device, metrics

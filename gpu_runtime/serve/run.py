@@ -133,11 +133,7 @@ def perform(
 
 
 async def serve(
-    thread: EngineThread,
-    codec: Codec,
-    options: ServerOptions,
-    bound: socket.socket,
-    announce: Callable[[], object],
+    thread: EngineThread, codec: Codec, options: ServerOptions, bound: socket.socket, announce: Callable[[], object]
 ) -> bool:
     """Serve until stopped; returns whether requests were left unfinished."""
     server = Server(thread, codec, options)

@@ -26,11 +26,7 @@ SIMULATED, LIVE = COLOURS[0], COLOURS[1]
 
 
 def draw_twin(
-    label: str,
-    simulated: FigureRun,
-    live: Sequence[FigureRun],
-    found: Sequence[Agreement],
-    iterations: Sequence[Pair],
+    label: str, simulated: FigureRun, live: Sequence[FigureRun], found: Sequence[Agreement], iterations: Sequence[Pair]
 ) -> Figure:
     """Six panels for one policy."""
     figure = new_figure(17.0, 8.0)

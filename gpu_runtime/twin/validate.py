@@ -9,15 +9,7 @@ import msgspec
 from gpu_runtime.instance import Observer
 from gpu_runtime.twin.agreement import TOLERANCE, Validation, agreements, markdown, verdict
 from gpu_runtime.twin.figure import draw_twin
-from gpu_runtime.twin.iterations import (
-    Iteration,
-    IterationLog,
-    PriceOf,
-    compare,
-    in_words,
-    plan_prices,
-    write_csv,
-)
+from gpu_runtime.twin.iterations import Iteration, IterationLog, PriceOf, compare, in_words, plan_prices, write_csv
 from gpu_runtime.twin.probe import Probe
 from sim.files import folder_name, write_atomically
 from sim.options.scenario import Outputs, Scenario

@@ -106,12 +106,7 @@ def linear_machine(
 
 
 def roofline_machine(
-    gpu: str,
-    block_bytes: float,
-    *,
-    model: ModelSpec | None = None,
-    tp: int = 1,
-    engine: EngineProfile | None = None,
+    gpu: str, block_bytes: float, *, model: ModelSpec | None = None, tp: int = 1, engine: EngineProfile | None = None
 ) -> Machine:
     """A GPU with its shipped profile; `engine` adds its own time."""
     hardware = load_hardware(gpu)

@@ -108,7 +108,7 @@ def test_every_samples_file_that_ships_belongs_to_a_profile():
 def derived(gpu="l20", sibling="l40s-imported", **options):
     theirs = load_profile(sibling)
     base = load_profile(f"{gpu}-derived")
-    return derive_profile(load_hardware(gpu), theirs, load_hardware(theirs.gpu), base, **options)
+    return derive_profile(load_hardware(gpu), theirs, base, **options)
 
 
 def test_a_derived_profile_takes_the_siblings_shares_of_the_specification():
@@ -136,7 +136,7 @@ def test_a_derived_profile_takes_the_siblings_shares_of_the_specification():
 def test_a_derived_profile_carries_over_what_another_gpu_measured_without_its_standard_error():
     """How well it is known there says nothing of here."""
     l40s = load_profile("l40s-imported")
-    found = derive_profile(load_hardware("l20"), l40s, load_hardware("l40s"), l40s).constants["allreduce_bytes_per_s"]
+    found = derive_profile(load_hardware("l20"), l40s, l40s).constants["allreduce_bytes_per_s"]
     measured = l40s.constants["allreduce_bytes_per_s"]
     assert measured.stderr is not None and (found.value, found.stderr) == (measured.value, None)
     assert found.source == f"carried over from l40s-imported: {measured.source}"

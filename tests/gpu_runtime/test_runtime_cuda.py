@@ -1,5 +1,7 @@
 """On CUDA the runtime computes what it computes on a CPU, in each precision, eagerly and from captured graphs."""
 
+from contextlib import closing
+
 import msgspec
 import pytest
 import torch
@@ -168,7 +170,7 @@ def test_blocks_survive_a_trip_to_the_host_beside_computation(scattered):
     before = gpu.data.clone()
     ids = torch.randperm(300).tolist() if "gpu" in scattered else list(range(300))
     there = torch.randperm(300).tolist() if "host" in scattered else list(range(300))
-    with CopyEngine("cuda") as engine:
+    with closing(CopyEngine("cuda")) as engine:
         out = engine.copy_blocks(gpu, ids, host, there, Direction.D2H)
         torch.randn(2048, 2048, device="cuda") @ torch.randn(2048, 2048, device="cuda")
         out.wait()
@@ -183,7 +185,7 @@ def test_blocks_survive_a_trip_to_the_host_beside_computation(scattered):
 
 def test_hidden_states_come_back_from_the_host():
     hidden = torch.randn(37, SMALL.hidden_size, device="cuda", dtype=torch.bfloat16)
-    with CopyEngine("cuda") as engine:
+    with closing(CopyEngine("cuda")) as engine:
         rows = TokenRows(engine, 8, SMALL.num_layers, 16, SMALL.hidden_size, torch.bfloat16)
         assert rows.data.is_pinned()
         places = token_places([3, 0, 5], 0, 37, 16)

@@ -28,12 +28,7 @@ class PrefixBlocks:
     """
 
     def __init__(
-        self,
-        gpu: BlockIds,
-        cached: CachedBlocks,
-        hosted: HostedBlocks,
-        held: Holders,
-        block_tokens: int,
+        self, gpu: BlockIds, cached: CachedBlocks, hosted: HostedBlocks, held: Holders, block_tokens: int
     ) -> None:
         self._gpu, self._cached, self._hosted, self._held = gpu, cached, hosted, held
         self._block_tokens = block_tokens

@@ -2,6 +2,7 @@
 
 import ctypes
 import threading
+from contextlib import closing
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -34,7 +35,7 @@ def pool(num_blocks, layer_group=1, noise=None):
 
 @pytest.fixture
 def engine():
-    with CopyEngine("cpu") as made:
+    with closing(CopyEngine("cpu")) as made:
         yield made
 
 
@@ -74,7 +75,7 @@ def test_random_blocks_arrive_and_no_other_changes(src_ids, dst_ids, count, dire
     src_ids, dst_ids = src_ids[:count], dst_ids[:count]
     expected = target.data.clone()
     expected[dst_ids] = source.data[src_ids]
-    with pytest.MonkeyPatch.context() as patch, CopyEngine("cpu") as engine:
+    with pytest.MonkeyPatch.context() as patch, closing(CopyEngine("cpu")) as engine:
         # Through the staging buffer, three blocks at a time, as scattered blocks go on CUDA.
         patch.setattr(copy_engine, "STAGING_BYTES", 3 * source.block_bytes)
         if staged:
@@ -229,7 +230,7 @@ def test_a_copy_that_makes_no_sense_is_refused_at_once(engine, change, message):
 
 def test_what_is_queued_when_the_engine_closes_is_still_copied():
     source, target = pool(4, noise=1), pool(4)
-    with CopyEngine("cpu") as engine:
+    with closing(CopyEngine("cpu")) as engine:
         handles = [engine.copy_blocks(source, [i], target, [i], D2H) for i in range(4)]
     assert all(handle.done() for handle in handles)
     assert torch.equal(source.data, target.data)
@@ -238,7 +239,7 @@ def test_what_is_queued_when_the_engine_closes_is_still_copied():
 def test_an_inline_copy_is_over_when_it_was_asked_for():
     source, target = pool(4, noise=1), pool(4)
     before = threading.active_count()
-    with CopyEngine("cpu", inline=True) as engine:
+    with closing(CopyEngine("cpu", inline=True)) as engine:
         assert threading.active_count() == before
         handle = engine.copy_blocks(source, [0, 3], target, [2, 1], D2H)
         assert handle.done()
@@ -291,7 +292,7 @@ def test_some_rows_are_kept_and_others_are_left_as_they_are(engine):
 
 def test_states_that_were_made_in_inference_mode_are_kept():
     """Inference mode belongs to a thread, and the copying one has its own."""
-    with torch.inference_mode(), CopyEngine("cpu") as engine:
+    with torch.inference_mode(), closing(CopyEngine("cpu")) as engine:
         rows = TokenRows(engine, 4, SMALL.num_layers, 8, SMALL.hidden_size, torch.float32)
         hidden = torch.randn(11, SMALL.hidden_size)
         places = token_places([0, 1], 0, 11, 8)

@@ -3,6 +3,7 @@
 import gzip
 import json
 import time
+from contextlib import closing
 from types import SimpleNamespace
 
 import pytest
@@ -25,7 +26,7 @@ LIVE = 1 + LIVE_PIDS
 @pytest.mark.parametrize("inline", [False, True])
 def test_spans_are_those_of_the_copies(inline):
     pools = [KVPool(SMALL, 50, 4, 1, "cpu", torch.float32) for _ in range(2)]
-    with CopyEngine("cpu", inline=inline) as engine:
+    with closing(CopyEngine("cpu", inline=inline)) as engine:
         begun = time.perf_counter()
         engine.spans.start_clock()
         for i in range(20):
