@@ -42,11 +42,8 @@ class Bench:
         dtype: torch.dtype,
         seed: int,
     ) -> None:
-        self._plan = plan
-        self._models = models
-        self._device = device
-        self._dtype = dtype
-        self._seed = seed
+        self._plan, self._models = plan, models
+        self._device, self._dtype, self._seed = device, dtype, seed
         self._copies = CopyBuffers(plan.copy_bytes, device, seed)
         self._model: tuple[str, ModelWork] | None = None
         self._refused: dict[str, str] = {}
@@ -149,7 +146,12 @@ class Bench:
             self._model = None
             self._free()
             try:
-                self._model = (name, self._build(name))
+                plan = self._plan
+                work = ModelWork(
+                    self._models[name], num_layers=plan.built_layers[name], kv_blocks=plan.kv_blocks[name],
+                    longest=plan.longest[name], device=self._device, dtype=self._dtype, seed=self._seed,
+                )  # fmt: skip
+                self._model = (name, work)
             except (RuntimeError, MemoryError) as error:
                 reason = _memory_reason(error)
                 if not reason:
@@ -158,18 +160,6 @@ class Bench:
             if self._model is None:
                 raise Unmeasurable(self._refused[name])
         return self._model[1]
-
-    def _build(self, name: str) -> ModelWork:
-        plan = self._plan
-        return ModelWork(
-            self._models[name],
-            num_layers=plan.built_layers[name],
-            kv_blocks=plan.kv_blocks[name],
-            longest=plan.longest[name],
-            device=self._device,
-            dtype=self._dtype,
-            seed=self._seed,
-        )
 
     def _free(self) -> None:
         gc.collect()

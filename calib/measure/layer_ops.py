@@ -45,15 +45,12 @@ class ModelWork:
         seed: int,
         capture: Capture | None = None,
     ) -> None:
-        """Build weights and pool on the device.
+        """Build weights and pool on the device, of this `dtype`.
 
         Args:
-            spec: shapes.
             num_layers: decoder layers to build.
             kv_blocks: blocks of the KV cache per layer.
             longest: tokens of the longest sequence; positions past the model's own cost the same.
-            device: where all lies.
-            dtype: of weights and KV cache.
             seed: of weights and data.
             capture: makes graphs by piece; None: as CUDA graphs.
         """

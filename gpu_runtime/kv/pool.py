@@ -37,11 +37,8 @@ class KVPool:
         """Allocate the blocks, zeroed, so that what attention masks out is at least a number.
 
         Args:
-            config: the model's shapes.
             num_blocks: of block_tokens x layer_group each.
-            block_tokens: tokens per block.
             layer_group: layers per block, 1 to num_layers.
-            device: where the tensor lies.
             dtype: that keys and values are stored in (`gpu_runtime.kv.stored`).
             pin: page-lock the memory (host pools of a CUDA runtime).
             places: of each layer, its group and its place in a block of that; None: in order.
@@ -51,10 +48,8 @@ class KVPool:
                 f"num_blocks {num_blocks} and block_tokens {block_tokens} must be positive, "
                 f"layer_group {layer_group} 1 to {config.num_layers}"
             )
-        self.num_blocks = num_blocks
-        self.block_tokens = block_tokens
-        self.layer_group = layer_group
-        self.config = config
+        self.config, self.num_blocks = config, num_blocks
+        self.block_tokens, self.layer_group = block_tokens, layer_group
         self._places = places or [divmod(layer, layer_group) for layer in range(config.num_layers)]
         self.num_groups = 1 + max(group for group, _ in self._places)
         shape = (num_blocks, layer_group, 2, config.num_kv_heads, block_tokens, config.head_dim)

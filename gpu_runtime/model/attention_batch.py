@@ -102,8 +102,6 @@ class AttentionBatch:
             num_new: new tokens of each sequence, at least one.
             context: tokens cached before, for each sequence.
             block_tables: per layer group and sequence, enough blocks for context + new tokens.
-            block_tokens: tokens per block.
-            device: where the tensors shall lie.
         """
         new, cached = np.asarray(num_new, dtype=np.int32), np.asarray(context, dtype=np.int32)
         if new.ndim != 1 or new.shape != cached.shape or not len(new) or new.min() < 1 or cached.min() < 0:

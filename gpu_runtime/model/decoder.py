@@ -122,10 +122,7 @@ class Decoder:
         """Seeded random weights, generated on the device.
 
         Args:
-            config: shapes.
-            device: where the weights lie.
-            dtype: of the weights.
-            seed: of the weights; the same on the same kind of device gives the same decoder.
+            seed: the same on the same kind of device gives the same decoder.
             num_layers: build only the first layers.
             with_head: build embedding, final norm and head; without them only layers can be run.
             group: keep this rank's part.

@@ -275,18 +275,9 @@ def attend_decodes(
         (slots, num_kv_heads, 1), query, cache, tables, batch.decode_seqs, batch, out, rows, window, (partial, lse)
     )
     _combine[(num_decodes, query.shape[1])](
-        partial,
-        lse,
-        batch.decode_seqs,
-        batch.query_start,
-        batch.seq_lens,
-        out,
-        slots,
-        HEAD_DIM=query.shape[2],
-        DIM=triton.next_power_of_2(query.shape[2]),
-        COMBINED=COMBINED,
-        **split,
-    )
+        partial, lse, batch.decode_seqs, batch.query_start, batch.seq_lens, out, slots,
+        HEAD_DIM=query.shape[2], DIM=triton.next_power_of_2(query.shape[2]), COMBINED=COMBINED, **split,
+    )  # fmt: skip
 
 
 def attend_chunks(
@@ -344,30 +335,10 @@ def _launch(
     head_dim, tile = query.shape[2], _tiling(query)[1]
     split = {"TILE": tile, "WINDOW": window or 0, "LEAST": max(1, SPLIT_TOKENS // tile), "SOME": COUNTED}
     _attend[grid](
-        query,
-        cache,
-        tables,
-        seqs,
-        batch.query_start,
-        batch.seq_lens,
-        out,
-        *(parts or (None, None)),
-        LOG2_E * head_dim**-0.5,
-        query.stride(0),
-        cache.stride(0),
-        cache.stride(1),
-        cache.stride(2),
-        tables.stride(0),
-        tables.stride(1),
-        len(seqs),
-        HEAD_DIM=head_dim,
-        DIM=max(MIN_ROWS, triton.next_power_of_2(head_dim)),
-        GROUP=query.shape[1] // cache.shape[2],
-        BLOCK_TOKENS=batch.block_tokens,
-        ROWS=rows,
-        SPLIT=parts is not None,
-        num_warps=8 if rows >= CHUNK_ROWS else 4,
-        num_stages=_stages(query),
-        **split,
-    )
+        query, cache, tables, seqs, batch.query_start, batch.seq_lens, out, *(parts or (None, None)),
+        LOG2_E * head_dim**-0.5, query.stride(0), *cache.stride()[:3], *tables.stride(), len(seqs),
+        HEAD_DIM=head_dim, DIM=max(MIN_ROWS, triton.next_power_of_2(head_dim)), GROUP=query.shape[1] // cache.shape[2],
+        BLOCK_TOKENS=batch.block_tokens, ROWS=rows, SPLIT=parts is not None, **split,
+        num_warps=8 if rows >= CHUNK_ROWS else 4, num_stages=_stages(query),
+    )  # fmt: skip
     return split

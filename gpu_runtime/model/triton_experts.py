@@ -102,18 +102,8 @@ def _product(rows: Tensor, matrices: Tensor, order: Tensor, starts: Tensor, per_
     tile = min(MOST_ROWS, max(LEAST_ROWS, triton.next_power_of_2(pairs // num)))
     grid = (triton.cdiv(pairs, tile) + min(num, pairs), triton.cdiv(columns, COLUMNS))
     _multiply[grid](
-        rows,
-        matrices,
-        order,
-        starts,
-        out,
-        width,
-        columns,
-        NUM=num,
-        EXPERTS=triton.next_power_of_2(num),
-        PER_ROW=per_row,
-        ROWS=tile,
-        COLUMNS=COLUMNS,
+        rows, matrices, order, starts, out, width, columns,
+        NUM=num, EXPERTS=triton.next_power_of_2(num), PER_ROW=per_row, ROWS=tile, COLUMNS=COLUMNS,
         DEPTH=FP32_DEPTH if rows.dtype == torch.float32 else DEPTH,
-    )
+    )  # fmt: skip
     return out

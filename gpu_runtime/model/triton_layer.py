@@ -166,29 +166,12 @@ def rotate_and_write(
     queries = projected.new_empty((len(projected), num_heads, head_dim))
     keys = projected.new_empty((len(projected), num_kv_heads, head_dim))
     _rotate_and_write[(len(projected),)](
-        projected,
-        q_norm,
-        k_norm,
-        table,
-        positions,
-        slots,
-        cache,
-        queries,
-        keys,
-        epsilon,
-        cache.stride(0),
-        cache.stride(1),
-        cache.stride(2),
-        NUM_HEADS=num_heads,
-        HEADS=triton.next_power_of_2(max(1, num_heads)),
-        NUM_KV_HEADS=num_kv_heads,
-        KV_HEADS=triton.next_power_of_2(num_kv_heads),
-        HEAD_DIM=head_dim,
-        HALF=triton.next_power_of_2(head_dim // 2),
-        BLOCK_TOKENS=block_tokens,
-        NORM=norms is not None,
-        LIMIT=finite_limit(cache.dtype),
-    )
+        projected, q_norm, k_norm, table, positions, slots, cache, queries, keys, epsilon, *cache.stride()[:3],
+        NUM_HEADS=num_heads, HEADS=triton.next_power_of_2(max(1, num_heads)),
+        NUM_KV_HEADS=num_kv_heads, KV_HEADS=triton.next_power_of_2(num_kv_heads),
+        HEAD_DIM=head_dim, HALF=triton.next_power_of_2(head_dim // 2),
+        BLOCK_TOKENS=block_tokens, NORM=norms is not None, LIMIT=finite_limit(cache.dtype),
+    )  # fmt: skip
     return queries, keys, projected[:, (num_heads + num_kv_heads) * head_dim :].unflatten(1, (-1, head_dim))
 
 

@@ -92,10 +92,8 @@ class RandomWeights:
     """
 
     def __init__(self, config: DecoderConfig, device: torch.device | str, dtype: torch.dtype, seed: int) -> None:
-        self._config = config
-        self._device = torch.device(device)
-        self._dtype = dtype
-        self._seed = seed
+        self._config, self._seed = config, seed
+        self._device, self._dtype = torch.device(device), dtype
         self._generator = torch.Generator(self._device)
 
     def layer(self, index: int) -> LayerWeights:
