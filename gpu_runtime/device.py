@@ -25,7 +25,6 @@ from gpu_runtime.measured.executed import Executed
 from gpu_runtime.model.decode_graph import Capture
 from gpu_runtime.model.decoder import Scores
 from gpu_runtime.model.sampling import Sampling, choose
-from gpu_runtime.tokens.block_hashes import BlockHashes
 from gpu_runtime.tokens.drafts import Drafts
 from gpu_runtime.tokens.token_ids import TokenIds
 from gpu_runtime.tokens.tokens_in_flight import TokensInFlight
@@ -77,7 +76,7 @@ class TorchDevice:
         self.sampling_of: SamplingOf | None = None
         """None: each token is the likeliest."""
         self._caches_prefixes = self.scheduler.memory.caches_prefixes
-        self.tokens = TokenIds(BlockHashes(self.scheduler.limits.block_size) if self._caches_prefixes else None)
+        self.tokens = TokenIds(self.scheduler.limits.block_size if self._caches_prefixes else None)
         stage = self.scheduler.stage
         self._drafts = Drafts(stage.num_tokens) if isinstance(stage, Speculative) else None
         self._plan = IterationPlan()

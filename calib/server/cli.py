@@ -40,16 +40,10 @@ def fit_bench(arguments: argparse.Namespace) -> int:
         for file_name, data in ((f"{name}.json", found.profile.to_json()), (f"{name}.md", text.encode())):
             write_atomically(out / file_name, lambda file, data=data: file.write(data))
     print(text)
-    for note in [*found.notes, *_untold(found)]:
+    for note in found.notes:
         print(f"kvtwin: {note}", file=sys.stderr)
     print(f"wrote {out / name}.json and {name}.md")
     return 0
-
-
-def _untold(found: ServerFit) -> list[str]:
-    if not found.untold:
-        return []
-    return [f"the run does not tell {', '.join(found.untold)}: carried over from the base profile"]
 
 
 def report(found: ServerFit) -> str:
@@ -69,23 +63,19 @@ def report(found: ServerFit) -> str:
         for name, error in found.whole.items()
     ]
     about = [f"- {key}: {value}" for key, value in profile.provenance.items()]
-    notes = [f"- {note}" for note in [*found.notes, *_untold(found)]]
-    return (
-        "\n\n".join(
-            [
-                f"# {profile.name}",
-                f"{profile.gpu}, {profile.status}: fitted to {found.method}.",
-                "\n".join(about),
-                "## Constants",
-                table(("constant", "value", "95 % interval"), rows),
-                "## Simulated over measured",
-                "Held out: the second half of the requests, from constants fitted to the first half's times alone.",
-                table(("metric", "held out", "whole run"), errors),
-                *(["## Notes", "\n".join(notes)] if notes else []),
-            ]
-        )
-        + "\n"
-    )
+    notes = [f"- {note}" for note in found.notes]
+    parts = [
+        f"# {profile.name}",
+        f"{profile.gpu}, {profile.status}: fitted to {found.method}.",
+        "\n".join(about),
+        "## Constants",
+        table(("constant", "value", "95 % interval"), rows),
+        "## Simulated over measured",
+        "Held out: the second half of the requests, from constants fitted to the first half's times alone.",
+        table(("metric", "held out", "whole run"), errors),
+        *(["## Notes", "\n".join(notes)] if notes else []),
+    ]
+    return "\n\n".join(parts) + "\n"
 
 
 def _signed(error: float | None) -> str:

@@ -120,6 +120,8 @@ def fit_server(setup: Setup, served: ServedRun, *, name: str, constants: Sequenc
     notes += _at_limits(setup, fit)
     if together:
         notes.append(f"the run tells {' and '.join(together)} together only: with them trust loads like this one")
+    if untold:
+        notes.append(f"the run does not tell {', '.join(untold)}: carried over from the base profile")
     return ServerFit(profile, method, fit.estimates, untold, held_out, whole, notes)
 
 

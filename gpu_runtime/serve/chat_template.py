@@ -4,7 +4,6 @@ Templates are a checkpoint's, and may come from anyone: they run in Jinja's sand
 """
 
 import json
-from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn
@@ -18,7 +17,6 @@ DEFAULT = "default"
 """Of several named templates, the one for chats without tools."""
 
 
-@dataclass(frozen=True, eq=False)
 class ChatTemplate:
     """A template that has been read.
 
@@ -28,27 +26,23 @@ class ChatTemplate:
         tokens: what templates call bos_token, eos_token and the like.
     """
 
-    source: str
-    path: Path
-    tokens: dict[str, str] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
+    def __init__(self, source: str, path: Path, tokens: dict[str, str]) -> None:
         """UserError where it is no template, or Jinja is not installed."""
         try:
             import jinja2  # noqa: PLC0415 - optional
         except ImportError:
-            raise UserError(f"{self.path}: needs the package jinja2: pip install 'kvtwin[serve]'") from None
+            raise UserError(f"{path}: needs the package jinja2: pip install 'kvtwin[serve]'") from None
         try:
-            template = _environment().from_string(self.source)
+            self._template = _environment().from_string(source)
         except jinja2.TemplateSyntaxError as error:
-            raise UserError(f"{self.path}: line {error.lineno}: {error.message}: correct the chat template") from error
-        object.__setattr__(self, "_template", template)
+            raise UserError(f"{path}: line {error.lineno}: {error.message}: correct the chat template") from error
+        self._tokens = tokens
 
     def render(self, chat: Chat) -> str:
         """The text of a chat; `Refused` (400) where the template does not take it."""
         try:
-            text = self._template.render(  # type: ignore[attr-defined]
-                **self.tokens | chat.options, messages=chat.messages, add_generation_prompt=chat.add_generation_prompt
+            text = self._template.render(
+                **self._tokens | chat.options, messages=chat.messages, add_generation_prompt=chat.add_generation_prompt
             )
         except Exception as error:  # Whatever a template does with what a client sends.
             why = f"the model's chat template does not take them ({str(error) or type(error).__name__}); send others"

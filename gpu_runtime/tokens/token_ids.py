@@ -1,11 +1,30 @@
-"""`TokenIds`: the tokens of the sequences of one device, and the names of the blocks that they fill."""
+"""`TokenIds`: the tokens of the sequences of one device, and the names of the blocks that they fill.
+
+A full block is named by the tokens in it and before it, as vLLM hashes them (sha256, chained).
+"""
 
 from collections.abc import Sequence as Seq
+from hashlib import sha256
 from itertools import cycle, islice
 
-from gpu_runtime.tokens.block_hashes import BlockHashes
+import numpy as np
+
 from sim.engine.sequence import Sequence
 from traces.request import Request
+
+NO_PARENT = bytes(32)
+"""Stands for the hash of a block before the first."""
+
+
+def hash_blocks(tokens: list[int], block_tokens: int, parent: bytes = NO_PARENT) -> list[bytes]:
+    """The hash of each full block of `tokens`: of the hash before it, `parent` for the first, and of its tokens."""
+    found = []
+    data = np.asarray(tokens, dtype="<i8").tobytes()
+    size = block_tokens * 8
+    for begin in range(0, len(data) - size + 1, size):
+        parent = sha256(parent + data[begin : begin + size]).digest()
+        found.append(parent)
+    return found
 
 
 def answer_to(prompt: Seq[int], num_tokens: int) -> list[int]:
@@ -16,11 +35,14 @@ def answer_to(prompt: Seq[int], num_tokens: int) -> list[int]:
 class TokenIds:
     """Prompts from the arrival of their requests on, and what has been chosen after them.
 
-    `hashes` name the blocks; None where prefixes are not cached.
+    `block_tokens` are those of a block that has a name; None where prefixes are not cached, and none has.
     """
 
-    def __init__(self, hashes: BlockHashes | None) -> None:
-        self._hashes = hashes
+    def __init__(self, block_tokens: int | None) -> None:
+        self._block_tokens = block_tokens
+        self._last: dict[int, bytes] = {}
+        """Hash of the last full block, by request id."""
+        self._grown: list[tuple[Sequence, tuple[int, ...]]] = []
         self._prompts: dict[int, list[int]] = {}
         # By request id, of those that have not been computed.
         self._tokens: dict[Sequence, list[int]] = {}
@@ -36,11 +58,17 @@ class TokenIds:
     def arrived(self, request: Request, prompt: list[int]) -> Request:
         """The request, with the names of its prompt's blocks where prefixes are cached."""
         self._prompts[request.request_id] = prompt
-        return request if self._hashes is None else self._hashes.named(request, prompt)
+        if self._block_tokens is None:
+            return request
+        hashes = hash_blocks(prompt, self._block_tokens)
+        self._last[request.request_id] = hashes[-1] if hashes else NO_PARENT
+        names = tuple(map(int.from_bytes, hashes))
+        return request._replace(hash_ids=names, hash_block_tokens=self._block_tokens, output_hash_ids=())
 
     def named_blocks(self) -> list[tuple[Sequence, tuple[int, ...]]]:
         """Sequences that have filled a block since this was last asked, and its name."""
-        return [] if self._hashes is None else self._hashes.take()
+        found, self._grown = self._grown, []
+        return found
 
     def of(self, seq: Sequence) -> list[int]:
         """The prompt, and all that has been chosen."""
@@ -51,10 +79,11 @@ class TokenIds:
 
     def append(self, seq: Sequence, token: int) -> None:
         """A token has been chosen."""
-        tokens = self.of(seq)
+        tokens, size, number = self.of(seq), self._block_tokens, seq.request.request_id
         tokens.append(token)
-        if self._hashes is not None:
-            self._hashes.grown(seq, tokens)
+        if size is not None and len(tokens) % size == 0:
+            (self._last[number],) = hash_blocks(tokens[-size:], size, self._last[number])
+            self._grown.append((seq, (int.from_bytes(self._last[number]),)))
 
     def extend(self, seq: Sequence, num_tokens: int) -> None:
         """A tool has answered with so many tokens. A trace says no more of them (`answer_to`)."""
@@ -65,5 +94,4 @@ class TokenIds:
         """The sequence has ended, whether it was ever computed or not."""
         self._tokens.pop(seq, None)
         self._prompts.pop(seq.request.request_id, None)
-        if self._hashes is not None:
-            self._hashes.forget(seq)
+        self._last.pop(seq.request.request_id, None)

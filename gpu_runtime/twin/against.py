@@ -1,7 +1,6 @@
 """`kvtwin validate --against`: a simulation beside what a server's client measured of the same requests."""
 
 import argparse
-from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -14,7 +13,7 @@ from sim.results.report import METRICS
 from sim.results.schema import Result
 from sim.run.files import draw_result, print_result, record, simulator
 from sim.run.folders import renewing
-from sim.run.prepare import prepare
+from sim.run.prepare import Setup, prepare
 from sim.run.served import Times, as_served, measured_times, read_run, times_in
 from sim.systems import DEFAULT_POLICY
 from traces.served import ServedRun
@@ -80,17 +79,6 @@ class Against(msgspec.Struct, frozen=True):
     """The ten requests that are furthest apart, below."""
 
 
-@dataclass(frozen=True)
-class Beside:
-    """One policy's simulation and the measurement."""
-
-    label: str
-    scheduling: str
-    served: ServedRun
-    simulated: Times
-    measured: Times
-
-
 def validate_against(arguments: argparse.Namespace, path: Path) -> int:
     """Simulate each policy, print and write the comparison; the exit status is 0 whatever it says."""
     from gpu_runtime.twin.against_figure import draw_against  # noqa: PLC0415 - matplotlib is slow to import
@@ -111,13 +99,11 @@ def validate_against(arguments: argparse.Namespace, path: Path) -> int:
                 draw_result(run, result, place, outputs)
                 ended, new.whole = (run, result, folder_name(setup.label)), False
                 break
-            beside = Beside(
-                setup.label, setup.policy.scheduling, served, times_in(run.log, served), measured_times(served)
-            )
-            found = compare(result, beside)
+            simulated, measured = times_in(run.log, served), measured_times(served)
+            found = compare(result, setup, served, simulated, measured)
             data = msgspec.json.format(msgspec.json.encode(found), indent=2)
             write_atomically(place / "against.json", lambda file, data=data: file.write(data + b"\n"))
-            save_figure(place / "against.png", draw_against(setup.label, served, beside.simulated, beside.measured))
+            save_figure(place / "against.png", draw_against(setup.label, served, simulated, measured))
             parts.append(markdown(found))
             text = "# Simulated and measured\n\n" + "\n".join(parts)
             write_atomically(new.place / "validation.md", lambda file, text=text: file.write(text.encode()))
@@ -129,23 +115,22 @@ def validate_against(arguments: argparse.Namespace, path: Path) -> int:
     return 0
 
 
-def compare(result: Result, beside: Beside) -> Against:
+def compare(result: Result, setup: Setup, served: ServedRun, simulated: Times, measured: Times) -> Against:
     """Every metric that the client measured, simulated beside it, and the requests that are furthest apart."""
-    served = beside.served
     rows = []
-    for metric, measured in measured_metrics(served, beside.measured).items():
-        simulated: float | None = getattr(result, metric)
-        ratio = simulated / measured if simulated is not None and measured else None
-        rows.append(Compared(metric, simulated, measured, ratio))
+    for metric, theirs in measured_metrics(served, measured).items():
+        ours: float | None = getattr(result, metric)
+        ratio = ours / theirs if ours is not None and theirs else None
+        rows.append(Compared(metric, ours, theirs, ratio))
     return Against(
-        beside.label,
-        beside.scheduling,
+        setup.label,
+        setup.policy.scheduling,
         result.profile.name,
         served.path.name,
         len(served.requests),
         served.left_out,
         rows,
-        worst(beside),
+        worst(served, simulated, measured),
     )
 
 
@@ -171,17 +156,17 @@ def measured_metrics(served: ServedRun, measured: Times) -> dict[str, float]:
     return found | rates
 
 
-def worst(beside: Beside) -> list[WorstRequest]:
+def worst(served: ServedRun, simulated: Times, measured: Times) -> list[WorstRequest]:
     """The requests whose TTFT, TPOT or latency is off by the largest factor, worst first."""
     found = []
     names = ("ttft", "tpot", "e2el")
-    pairs = [(getattr(beside.simulated, f"{n}_s"), getattr(beside.measured, f"{n}_s")) for n in names]
+    pairs = [(getattr(simulated, f"{n}_s"), getattr(measured, f"{n}_s")) for n in names]
     with np.errstate(divide="ignore", invalid="ignore"):
         factors = np.nan_to_num(np.array([np.abs(np.log(ours / theirs)) for ours, theirs in pairs]), nan=0.0)
     for i in np.argsort(-factors.max(axis=0), kind="stable")[:WORST]:
         k = int(factors[:, i].argmax())
         ours, theirs = float(pairs[k][0][i]), float(pairs[k][1][i])
-        request = beside.served.requests[i]
+        request = served.requests[i]
         what = request.request_id, request.arrival_s, request.prompt_tokens, request.output_tokens
         found.append(WorstRequest(*what, names[k], ours, theirs, ours / theirs if theirs else float("inf")))
     return found

@@ -13,7 +13,7 @@ from runtime_variants import TREES, policy_of
 
 from gpu_runtime.kv.stored import FLOAT8
 from gpu_runtime.model.decoder import Decoder
-from gpu_runtime.tokens.block_hashes import hash_blocks
+from gpu_runtime.tokens.token_ids import hash_blocks
 from gpu_runtime.tokens.trace_prompts import TracePrompts
 from kvtwin.testing import live, requests, simulate
 from kvtwin.testing.live import ALIKE, alike, tight_limits
