@@ -301,3 +301,21 @@ def test_a_client_that_sends_or_takes_nothing_is_given_up(monkeypatch):
 
     monkeypatch.setattr(serve_answer, "STALLED_S", 0.1)
     asyncio.run(run())
+
+
+def test_a_client_that_does_not_take_the_end_of_a_stream_is_given_up(monkeypatch):
+    """Its tokens have all been sent: nothing else would ever let go of the connection."""
+    write = web.StreamResponse.write
+
+    async def stuck(self, data):
+        await (asyncio.sleep(60) if data.endswith(b"[DONE]\n\n") else write(self, data))
+
+    async def run():
+        async with serving() as service:
+            with pytest.raises(Exception, match=r"disconnected|payload|reset"):
+                await service.stream({"prompt": [1], "max_tokens": 3})
+            assert service.thread.metrics.ended["length"] == 1
+
+    monkeypatch.setattr(web.StreamResponse, "write", stuck)
+    monkeypatch.setattr(serve_answer, "STALLED_S", 0.1)
+    asyncio.run(run())
