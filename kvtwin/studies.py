@@ -90,9 +90,13 @@ def sweep(
     check_means(jobs, max_seconds, address)
     folder, (table, where) = path_of("out", out), _read(study)
     found = read_study(table, "sweep", where)
+    return _swept(found, folder, Means(backend, address, jobs, max_seconds, retry_failed))
+
+
+def _swept(study: Study, folder: Path, how: Means) -> SweepResult:
     with owning(folder, "out"):
-        places = run_study(found, folder, Means(backend, address, jobs, max_seconds, retry_failed))
-    return SweepResult(tidy(found, places), found)
+        places = run_study(study, folder, how)
+    return SweepResult(tidy(study, places), study)
 
 
 class _Answer(ABC):
@@ -247,9 +251,7 @@ def regime_map(
 
     check_means(jobs, None, address)
     folder, regimes = path_of("out", out), read_map(*_read(study))
-    with owning(folder, "out"):
-        places = run_study(regimes.study, folder, Means(backend, address, jobs))
-    return MapResult(SweepResult(tidy(regimes.study, places), regimes.study), regimes)
+    return MapResult(_swept(regimes.study, folder, Means(backend, address, jobs)), regimes)
 
 
 def _read(study: str | Path | Mapping[str, Any]) -> tuple[Mapping[str, Any], str]:
