@@ -141,7 +141,7 @@ def _add_derive(commands: Any) -> None:  # noqa: ANN401
 
 
 def run_list(arguments: argparse.Namespace) -> int:
-    """Print the shipped profiles, and the GPUs that have none measured."""
+    """Print the shipped profiles."""
     profiles = [load_profile(name) for name in shipped_profiles()]
     width = max(len(profile.name) for profile in profiles)
     for profile in profiles:

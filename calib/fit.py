@@ -116,15 +116,18 @@ def fit_profile(
     terms, measured = terms_of(chosen, models), np.array([s.latency_s for s in chosen])
     estimates: dict[str, Estimate] = {}
     scatter: dict[str, float] = {}
+
+    def take(*fits: Fit | None) -> None:
+        for fit in fits:
+            if fit is not None:
+                estimates.update(fit.estimates)
+                scatter.update(dict.fromkeys(fit.estimates, fit.scatter))
+
     copies, copies_fault = _copies(samples)
-    for fit in (fit_all_reduce(samples), copies, fit_host_memcpy(samples)):
-        if fit is not None:
-            estimates |= fit.estimates
-            scatter |= dict.fromkeys(fit.estimates, fit.scatter)
+    take(fit_all_reduce(samples), copies, fit_host_memcpy(samples))
     fixed = {name: _value(name, estimates, base) for name in FIXED} | {"l2_bytes": hardware.l2_bytes or 0.0}
     fit = fit_roofline(terms, measured, fixed=fixed, own_engine=status == "measured")
-    estimates |= fit.estimates
-    scatter |= dict.fromkeys(fit.estimates, fit.scatter)
+    take(fit)
     check_told(estimates)
     constants = complete({**fixed, **fit.values})
     # The host's, and no model's: what is left out shall tell the rest.
@@ -133,9 +136,7 @@ def fit_profile(
     errors = errors_of(constants, terms, measured, factors)
     quantized = fit_quantised([s for s in timed if s.is_quantised], models, constants, factors)
     longest = fit_longest(unlike, models, constants, factors)
-    for fit in [*quantized.fits, *([longest.fit] if longest.fit else ())]:
-        estimates |= fit.estimates
-        scatter |= dict.fromkeys(fit.estimates, fit.scatter)
+    take(*quantized.fits, longest.fit)
     for_papers = [s for s in samples if not s.is_quantised and not (copies_fault and s.op in ("h2d", "d2h"))]
     papers = paper_constants(for_papers, models, hardware, constants)
     alpha = eq3_alpha(papers)
