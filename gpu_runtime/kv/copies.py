@@ -53,11 +53,10 @@ class KVCopies:
 
     def wait(self, seq: Sequence, handles: Iterable[CopyHandle]) -> bool:
         """Block the caller until a sequence's copies are over; whether all went well."""
-        well = True
-        for error in _failures(handles):
+        errors = list(_failures(handles))
+        for error in errors:
             self.fail(seq, f"copy of KV blocks: {error}")
-            well = False
-        return well
+        return not errors
 
     def went_well(self, handles: Iterable[CopyHandle]) -> bool:
         """The same of copies whose failure ends no sequence."""

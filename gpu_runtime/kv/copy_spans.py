@@ -59,23 +59,17 @@ class CopySpans:
         for _ in range(len(self._noted)):
             direction, start, end = self._noted.popleft()
             if not isinstance(end, torch.cuda.Event) or end.query():
-                start_s = self._seconds(start)
+                start_s = _lasted_s(self._zero_event if isinstance(start, torch.cuda.Event) else self._zero_s, start)
                 ended.append(CopySpan(direction, start_s, start_s + _lasted_s(start, end)))
             else:
                 self._noted.append((direction, start, end))
         return ended
 
-    def _seconds(self, mark: Mark) -> float:
-        if not isinstance(mark, torch.cuda.Event):
-            return mark - self._zero_s
-        assert self._zero_event is not None
-        return self._zero_event.elapsed_time(mark) * 1e-3
 
-
-def _lasted_s(start: Mark, end: Mark) -> float:
+def _lasted_s(start: Mark | None, end: Mark) -> float:
     """CUDA tells times in single precision: hours after the clock's start a difference of two of them is too coarse."""
     if isinstance(start, torch.cuda.Event):
         assert isinstance(end, torch.cuda.Event)
         return start.elapsed_time(end) * 1e-3
-    assert not isinstance(end, torch.cuda.Event)
+    assert start is not None and not isinstance(end, torch.cuda.Event)
     return end - start

@@ -67,8 +67,9 @@ class EngineThread:
         self._fresh: list[tuple[Ticket, Token, float]] = []
         self._log_end = self.engine.on_end
         self.engine.on_end = self._end
-        device.prompt_of, device.on_token = self._prompt_of, self._take_token
-        device.sampling_of = self._sampling_of
+        device.prompt_of = lambda request: self._open[request.request_id].prompt
+        device.sampling_of = lambda request: self._open[request.request_id].sampling
+        device.on_token = self._take_token
         self._seed = seed
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = Thread(target=self._run, name="kvtwin-engine", daemon=True)
@@ -199,12 +200,6 @@ class EngineThread:
             ignored[CANCELLED] = ignored.get(CANCELLED, 0) + 1
 
     # -- the engine's side: tokens and ends out ------------------------------------------------------------------
-
-    def _prompt_of(self, request: Request) -> list[int]:
-        return self._open[request.request_id].prompt
-
-    def _sampling_of(self, request: Request) -> Sampling:
-        return self._open[request.request_id].sampling
 
     def _take_token(self, seq: Sequence, token: int, time_s: float) -> None:
         ticket = self._open[seq.request.request_id]

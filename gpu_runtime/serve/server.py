@@ -77,8 +77,8 @@ class Server:
         self.draining = False
         limit = options.max_body or max(MIN_BODY_LIMIT, BODY_BYTES_PER_TOKEN * options.max_model_len)
         app = web.Application(middlewares=[self._watch, self._guard], client_max_size=limit)
-        app.router.add_post("/v1/completions", self._completion)
-        app.router.add_post("/v1/chat/completions", self._chat)
+        app.router.add_post("/v1/completions", partial(self._complete, chat=False))
+        app.router.add_post("/v1/chat/completions", partial(self._complete, chat=True))
         app.router.add_get("/v1/models", self._models)
         # Names may have slashes.
         app.router.add_get("/v1/models/{name:.+}", self._model)
@@ -175,12 +175,6 @@ class Server:
         return web.Response(body=text.encode(), headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
 
     # -- completions ---------------------------------------------------------------------------------------------
-
-    async def _completion(self, http: web.Request) -> web.StreamResponse:
-        return await self._complete(http, chat=False)
-
-    async def _chat(self, http: web.Request) -> web.StreamResponse:
-        return await self._complete(http, chat=True)
 
     async def _complete(self, http: web.Request, *, chat: bool) -> web.StreamResponse:
         self._refuse_if_draining()
