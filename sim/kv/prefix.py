@@ -236,7 +236,7 @@ class PrefixMemory(PagedMemory):
             self.index.rest(full - held)
         if holding is not None:
             freed += self.index.release(holding) - held
-            if ended:
+            if self.has_left(seq):
                 del self._holdings[seq]
         self.gpu.release(freed)
         seq.num_blocks = 0

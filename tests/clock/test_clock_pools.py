@@ -77,6 +77,14 @@ def test_what_the_engine_that_decodes_has_cached_is_not_sent():
     assert_whole(outcome, rows)
 
 
+@pytest.mark.parametrize("name", ["vllm-v1:stage=nixl", "memserve"])
+def test_an_engine_keeps_no_books_of_what_it_handed_over(name):
+    """It would hold ever more of them, and look at them all whenever it catches up."""
+    cached = replace(limits(), enable_prefix_caching=True)
+    outcome = simulate_pools(parse_policy(name, {})[1], requests((0.0, 64, 3), (5.0, 40, 2)), cached)
+    assert not [memory._holdings for m in outcome.members if (memory := m.engine.scheduler.memory)._holdings]
+
+
 def test_a_landing_copy_ends_a_jump_of_the_decode_engine():
     # 0 decodes from 0.1 + 0.1 on in steps of 0.1 s; 1's copy lands at 0.4 while 0 is in the middle of 50 tokens.
     rows = requests((0.0, 16, 50), (0.15, 32, 3))
