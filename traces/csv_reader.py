@@ -11,7 +11,7 @@ from traces.errors import TraceError
 from traces.fields import Where
 from traces.files import text_blocks
 from traces.hash_ids import check_hashes, check_output_hashes, hashes_fit, output_hashes_fit
-from traces.request import ToolCall
+from traces.request import Request, ToolCall
 from traces.rows import Columns, LineReader, ReadOptions, Row
 from traces.stamps import TICKS_PER_S, StampClock
 from traces.tool_calls import FIELD, REMEDY, calls_fit, check_calls, parse_calls
@@ -234,7 +234,7 @@ class CsvReader(LineReader):
         seen = images.check_images(where, images.parse_images, self._cell(cells, form.images), prompt)
         lora = adapters.check_name(where, self._cell(cells, form.lora))
         told = (output_hashes, priority, calls, own_slos, rate, seen, lora)
-        return Row(time, stamp, prompt, output, session, hashes, block, *told)
+        return Row(stamp, Request(0, time, prompt, output, session, hashes, block, *told))
 
     @staticmethod
     def _calls(where: Where, cell: str, output: int, output_hashes: tuple[int, ...]) -> tuple[ToolCall, ...]:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from traces import acceptance_rate, adapters, images, slos
 from traces.fields import Where
 from traces.hash_ids import check_hashes, check_output_hashes, hashes_fit, output_hashes_fit
+from traces.request import Request
 from traces.rows import Columns, LineReader, ReadOptions, Row
 from traces.tool_calls import FIELD, calls_fit, calls_of, check_calls
 
@@ -163,4 +164,4 @@ class JsonlReader(LineReader):
         seen = images.check_images(where, images.images_of, row.get(images.FIELD) or [], prompt, remedy)
         lora = adapters.check_name(where, row.get(adapters.FIELD))
         told = (output_hashes, priority, calls, own_slos, rate, seen, lora)
-        return Row(time, shown, prompt, output, session, hashes, block, *told)
+        return Row(shown, Request(0, time, prompt, output, session, hashes, block, *told))

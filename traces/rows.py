@@ -85,22 +85,10 @@ def requests_of(columns: Columns, first_id: int) -> Iterator[Request]:
 
 
 class Row(NamedTuple):
-    """One row: its values, and its time as it stands in the file (for messages)."""
+    """One row: its time as it stands in the file (for messages), and what it says, that time as a number."""
 
-    time: float
     shown: object
-    prompt: int
-    output: int
-    session: str = ""
-    hashes: tuple[int, ...] = ()
-    block: int = 0
-    output_hashes: tuple[int, ...] = ()
-    priority: int = 0
-    calls: tuple[ToolCall, ...] = ()
-    slos: SLOs | None = None
-    acceptance_rate: float | None = None
-    images: tuple[Image, ...] = ()
-    lora: str = ""
+    request: Request
 
 
 def plainly_right(columns: Columns, previous: float, ordered: bool) -> bool:
@@ -208,35 +196,34 @@ class LineReader(Reader):
         return columns
 
     def _row_by_row(self, number: int, text: str, previous: float) -> Columns:
-        rows: list[Row] = []
+        rows: list[Request] = []
         policy = self.options.zero_tokens
         for line_number, line in enumerate(text.rstrip("\n").split("\n"), number):
             if not line.strip():
                 continue
             where = Where(self.path, line_number)
-            row = self.row(where, line)
+            shown, request = self.row(where, line)
             if not self.options.sort:
-                if row.time < previous:
-                    raise self._out_of_order(where, row)
-                previous = row.time
-            if row.prompt and row.output:
-                rows.append(row)
+                if request.arrival_s < previous:
+                    raise self._out_of_order(where, shown, request.arrival_s)
+                previous = request.arrival_s
+            if request.prompt_tokens and request.output_tokens:
+                rows.append(request)
             elif policy == "drop":
                 self.skipped += 1
             else:
-                rows.append(row._replace(prompt=row.prompt or 1, output=row.output or 1))
-        columns = zip(*rows, strict=True) if rows else [()] * len(Row._fields)
-        times, _, prompts, outputs, *optional = columns
+                prompt, output = request.prompt_tokens or 1, request.output_tokens or 1
+                rows.append(request._replace(prompt_tokens=prompt, output_tokens=output))
+        columns = zip(*rows, strict=True) if rows else [()] * len(Request._fields)
+        _, times, prompts, outputs, *optional = columns
         return Columns(list(times), list(prompts), list(outputs), *optional)
 
-    def _out_of_order(self, where: Where, row: Row) -> TraceError:
-        if not self.rebased and row.time < 0:
-            return where.error(
-                self.time_field, row.shown, "is negative", "times start at 0: correct or shift the trace"
-            )
+    def _out_of_order(self, where: Where, shown: object, time: float) -> TraceError:
+        if not self.rebased and time < 0:
+            return where.error(self.time_field, shown, "is negative", "times start at 0: correct or shift the trace")
         return where.error(
             self.time_field,
-            row.shown,
+            shown,
             "is earlier than the row before it",
             "sort the trace: `kvtwin trace convert --sort`",
         )

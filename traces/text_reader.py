@@ -12,6 +12,7 @@ from traces.errors import TraceError
 from traces.fields import Where
 from traces.files import MOST_LINE_CHARS, pieces
 from traces.jsonl_reader import JsonObject, parse_object
+from traces.request import Request
 from traces.rows import Columns, LineReader, Reader, Row
 
 PROMPT_KEYS = ("prompt_tokens", "prompt_len", "input_length", "input_tokens")
@@ -84,7 +85,7 @@ class VllmCustomReader(LineReader):
         )
         # A custom data set has no answers in words: only a number or the default can say how long they are.
         output = length(where, row, OUTPUT_KEYS, None, None, options.default_output_tokens, zero_allowed)
-        return Row(0.0, 0, prompt, output)
+        return Row(0, Request(0, 0.0, prompt, output))
 
 
 def json_objects(path: Path) -> Iterator[tuple[int, object]]:
