@@ -118,20 +118,7 @@ def summarize(requests: Iterable[Request]) -> TraceSummary:
                 prefixes.add(request)
     if first is None or last is None:
         raise TraceError("the trace holds no request; widen the window or check the input")
-    return _summary(prompts, outputs, products, last - first, squares, ties, len(sessions - {""}), prefixes)
-
-
-def _summary(
-    prompts: Counter[int],
-    outputs: Counter[int],
-    products: int,
-    duration_s: float,
-    squares: float,
-    ties: int,
-    sessions: int,
-    prefixes: _Prefixes,
-) -> TraceSummary:
-    count = prompts.total()
+    count, duration_s = prompts.total(), last - first
     prompt, output = _lengths(prompts), _lengths(outputs)
     mean_s = duration_s / (count - 1) if count > 1 else nan
     variance = max(squares / (count - 1) - mean_s * mean_s, 0.0) if count > 1 else nan
@@ -146,7 +133,7 @@ def _summary(
         prompt_tokens=prompt,
         output_tokens=output,
         correlation=(products / count - prompt.mean * output.mean) / spread if spread else nan,
-        sessions=sessions,
+        sessions=len(sessions - {""}),
         infinite_cache_block_hits=prefixes.hit_blocks / prefixes.blocks if prefixes.blocks else None,
         infinite_cache_token_hits=prefixes.hit_tokens / prompt.total if prefixes.blocks else None,
     )
