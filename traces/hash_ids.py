@@ -74,15 +74,15 @@ def prefixes(ids: Ids, known: dict[tuple[int, int], int]) -> list[int]:
     return found
 
 
-def num_shared(left: Ids, at: int, right: Ids, begin: int, end: int) -> int:
+def num_shared(left: Ids | list[int], at: int, right: Ids, begin: int, end: int) -> int:
     """Return how many ids `left` from `at` on and `right[begin:end]` share at their beginning."""
     most = min(len(left) - at, end - begin)
-    if left[at : at + most] == right[begin : begin + most]:
+    if tuple(left[at : at + most]) == right[begin : begin + most]:
         return most
     low = 0
     while low + 1 < most:
         middle = (low + most) // 2
-        if left[at + low : at + middle] == right[begin + low : begin + middle]:
+        if tuple(left[at + low : at + middle]) == right[begin + low : begin + middle]:
             low = middle
         else:
             most = middle

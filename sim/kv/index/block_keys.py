@@ -1,5 +1,7 @@
 """`BlockKeys`: what a trace's hash ids say of the engine's blocks, whatever the size of either."""
 
+from itertools import chain
+
 from traces.request import Image, Request
 
 FIRST_IMAGE_KEY = 1 << 80
@@ -38,8 +40,8 @@ class BlockKeys:
         if named == size:
             return ids
         if named % size == 0:
-            parts = range(named // size)
-            return tuple(ident * len(parts) + part for ident in ids for part in parts)
+            parts = named // size
+            return tuple(chain.from_iterable([range(ident * parts, (ident + 1) * parts) for ident in ids]))
         # A block's content is all the ids that it touches, from where it begins in the first of them.
         numbers = self._numbers
         found = []

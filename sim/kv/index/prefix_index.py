@@ -34,8 +34,9 @@ class Node:
 
     __slots__ = ("children", "growing", "keys", "parent", "runs")
 
-    def __init__(self, parent: "Node | None", keys: Keys) -> None:
+    def __init__(self, parent: "Node | None", keys: list[int]) -> None:
         self.parent = parent
+        # A list: a few at its end come and go, of thousands.
         self.keys = keys
         self.children: dict[int, Node] = {}
         self.runs: list[CachedRun] = []
@@ -43,7 +44,7 @@ class Node:
         """Sequences whose last run is here (at the root: that have none) and that may yet publish keys beyond it."""
 
 
-DEAD: Final = Node(None, ())
+DEAD: Final = Node(None, [])
 """Where runs are that can no longer be hit."""
 
 
@@ -86,7 +87,7 @@ class PrefixIndex(Evicts):
 
     def __init__(self, published: Callable[[Sequence], tuple[int, int]]) -> None:
         self.published = published
-        self.root = Node(None, ())
+        self.root = Node(None, [])
         self.num_idle = 0
         """Blocks that no sequence holds; the next to be evicted stands first in the LRU list."""
         self.num_evicted = 0
@@ -205,7 +206,7 @@ class PrefixIndex(Evicts):
                 node.keys += keys[begin:end]
                 self._lengthen(holding, last, end - begin)
             else:
-                child = node.children[keys[begin]] = Node(node, keys[begin:end])
+                child = node.children[keys[begin]] = Node(node, list(keys[begin:end]))
                 self._add_run(holding, child, end - begin)
         self._list_growing(holding)
 
@@ -275,7 +276,7 @@ class PrefixIndex(Evicts):
         assert node.parent is not None
         head = Node(node.parent, node.keys[:num_blocks])
         node.parent.children[node.keys[0]] = head
-        node.keys = node.keys[num_blocks:]
+        del node.keys[:num_blocks]
         node.parent = head
         head.children[node.keys[0]] = node
         longer: list[CachedRun] = []
@@ -357,7 +358,7 @@ class PrefixIndex(Evicts):
             if not longest:
                 assert node.parent is not None
                 del node.parent.children[node.keys[0]]
-            node.keys = node.keys[:longest]
+            del node.keys[longest:]
 
     def _link(self, run: CachedRun, before: CachedRun) -> None:
         """Put `run` into the LRU list, right behind `before`."""
