@@ -89,7 +89,7 @@ class Decoder:
     """Embedding, layers and head. `config` describes what is held: `num_layers` are those built."""
 
     def __init__(
-        self, config: DecoderConfig, layers: list[LayerWeights], ends: EndWeights | None, group: Group | None = None
+        self, config: DecoderConfig, layers: list[LayerWeights], ends: EndWeights, group: Group | None = None
     ) -> None:
         """Of one rank of a `group` config and weights are its part."""
         self.group = group
@@ -99,7 +99,7 @@ class Decoder:
         self.dtype = layers[0].input_norm.dtype
         rotary = RotaryEmbedding(config, device)
         self.layers = [DecoderLayer(config, weights, rotary, group) for weights in layers]
-        self._ends = ends
+        self.ends = ends
         self.kernels = Kernels()
 
     def compute_with(self, kernels: Kernels) -> None:
@@ -116,7 +116,6 @@ class Decoder:
         dtype: torch.dtype,
         seed: int,
         num_layers: int | None = None,
-        with_head: bool = True,
         group: Group | None = None,
     ) -> "Decoder":
         """Seeded random weights, generated on the device.
@@ -124,11 +123,10 @@ class Decoder:
         Args:
             seed: the same on the same kind of device gives the same decoder.
             num_layers: build only the first layers.
-            with_head: build embedding, final norm and head; without them only layers can be run.
             group: keep this rank's part.
         """
         weights = RandomWeights(config, device, dtype, seed)
-        return cls._of(config, weights, num_layers or config.num_layers, with_head=with_head, group=group)
+        return cls._of(config, weights, num_layers or config.num_layers, group)
 
     @classmethod
     def from_safetensors(
@@ -143,33 +141,20 @@ class Decoder:
         """
         config = DecoderConfig.from_hf(folder)
         checkpoint = Checkpoint(Path(folder), config, device, dtype)
-        return cls._of(config, checkpoint, config.num_layers, with_head=True, group=group)
+        return cls._of(config, checkpoint, config.num_layers, group)
 
     @classmethod
     def _of(
-        cls,
-        config: DecoderConfig,
-        weights: RandomWeights | Checkpoint,
-        num_layers: int,
-        *,
-        with_head: bool,
-        group: Group | None,
+        cls, config: DecoderConfig, weights: RandomWeights | Checkpoint, num_layers: int, group: Group | None
     ) -> "Decoder":
         """Layer by layer, so that of a rank no more than one is ever whole."""
         layers = map(weights.layer, range(num_layers))
-        ends = weights.ends() if with_head else None
+        ends = weights.ends()
         if group is None:
             return cls(config, list(layers), ends)
         part = config.part(group.size)
         mine = [layer.part(config, group.rank, group.size) for layer in layers]
-        return cls(part, mine, ends and ends.part(group.rank, group.size), group)
-
-    @property
-    def ends(self) -> EndWeights:
-        """Embedding, final norm and head; ValueError in a decoder built without."""
-        if self._ends is None:
-            raise ValueError(f"{self.config.name}: this decoder was built without embedding and head")
-        return self._ends
+        return cls(part, mine, ends.part(group.rank, group.size), group)
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """Hidden states [N, h] of token ids [N]."""

@@ -200,7 +200,7 @@ def test_true_shapes_of_a_large_model_run_in_half_precision():
     config = msgspec.structs.replace(
         SMALL, hidden_size=8192, num_heads=64, num_kv_heads=8, head_dim=128, intermediate_size=28672, num_layers=80
     )
-    decoder = Decoder.random(config, device="cuda", dtype=torch.float16, seed=0, num_layers=1, with_head=False)
+    decoder = Decoder.random(config, device="cuda", dtype=torch.float16, seed=0, num_layers=1)
     layer: DecoderLayer = decoder.layers[0]
     assert isinstance(layer._rotary, RotaryEmbedding)
     runner = Runner(decoder, num_blocks=64, block_tokens=16)
