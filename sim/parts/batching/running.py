@@ -41,10 +41,8 @@ class Running(Batching):
     def __init__(self, options: VllmV1Options, *, schedules_ahead: bool) -> None:
         self.schedules_ahead = schedules_ahead
         self.max_loras: int | None = options.max_loras if options.enable_lora else None
-        self.threshold, self.adaptive = (
-            options.long_prefill_token_threshold,
-            options.long_prefill_token_threshold_adaptive,
-        )
+        self.threshold = options.long_prefill_token_threshold
+        self.adaptive = options.long_prefill_token_threshold_adaptive
         self._watermark, self.reserve_whole_prompt = options.watermark, options.scheduler_reserve_full_isl
         # An arrival shortens the first chunk of the head, which may fit then.
         self._arrivals_help = self.adaptive and self.threshold > 0 and not self.reserve_whole_prompt
