@@ -186,22 +186,19 @@ def test_a_rank_keeps_its_ratio_until_all_are_idle():
     """SGLang resets it where a rank has no batch, and a rank that is idle alone has an idle one."""
     setup = setup_of(SGLANG)
     # The first rank's requests end early; the second's long after. Later both have one more.
-    run = build_run(setup, [Request(0, 0.0, 10, 20), Request(1, 0.0, 10, 200), Request(2, 50.0, 10, 1)])
-    ratios = []
-    batching = run.engines[0].scheduler.batching
-    assert isinstance(batching, ExtendFirst)
-    other = run.engines[1].scheduler.batching
-    fill = other.fill
+    requests = [Request(0, 0.0, 10, 20), Request(1, 0.0, 10, 200), Request(2, 50.0, 10, 1)]
+    ratios: list[float] = []
 
-    def watched(plan, now_s):
-        fill(plan, now_s)
+    def watch(plan, at_s, times):
+        batching = run.engines[0].scheduler.batching
+        assert isinstance(batching, ExtendFirst)
         ratios.append(batching.ratio)
 
-    other.fill = watched
+    run = build_run(setup, requests, keep=Recording(watch=watch))
     execute_all(run)
-    first = 0.21
-    assert ratios[100] == ratios[150] < first
-    assert ratios[-1] == pytest.approx(first, rel=0.01)
+    # 20 steps of both, 180 of the second alone, and one more of the first.
+    assert ratios[60] == ratios[200] < 0.21
+    assert ratios[-1] == pytest.approx(0.21)
 
 
 def test_an_idle_rank_of_sglang_computes_nothing_and_one_of_vllm_a_token():

@@ -268,6 +268,6 @@ class WindowBudget:
         if needed < self.left:
             return chunk
         if needed < self._size or chunk == inf:
-            return 0
+            return 0.0
         most = self.left - self.needed(0, answer, chunk)
-        return min(chunk, max(0, most // self._page * self._page))
+        return min(chunk, float(max(0, most // self._page * self._page)))

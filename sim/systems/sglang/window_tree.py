@@ -75,7 +75,7 @@ class WindowTree(PrefixTree):
             node = child if is_whole else self._split(child, shared)
             assert isinstance(node, WindowNode)
             depth += shared
-            run = run + shared if node.in_window else 0
+            run = run + shared if node.in_window else 0.0
             if run >= self.window_pages:
                 best, pages = node, depth
             if not is_whole:
