@@ -8,6 +8,8 @@ import simpy
 
 from kvtwin.testing.questions import ask_twice
 from sim.clock.arrivals import Arrivals
+from sim.clock.batch_queue import BatchQueue
+from sim.clock.cluster import Cluster
 from sim.clock.instance import Instance, Observer
 from sim.cost.engine_profile import EngineProfile
 from sim.cost.forms import LinearCost, build_cost
@@ -30,6 +32,7 @@ from sim.results.metrics import RequestLog
 from sim.specs.hardware import HardwareSpec, load_hardware
 from sim.specs.models import ModelSpec, load_model
 from sim.systems.base import Policy
+from sim.topology.routers import LeastLoaded
 from sim.version import is_compiled
 from traces.request import Request
 
@@ -286,17 +289,20 @@ def simulate(
         observer(plan, start_s, times)
 
     env = simpy.Environment()
-    instance = Instance(
-        env,
-        engine,
-        machine.cost,
-        arrivals if isinstance(arrivals, Arrivals) else Arrivals(arrivals),
-        lanes,
-        layers=machine.model.num_layers,
-        block_bytes=limit.block_bytes,
-        hidden_bytes=machine.model.hidden_bytes_per_token_layer,
-        jump=jump,
-        observer=watch,
-    )
-    env.run(until=env.process(instance.serve()))
+    arrivals = arrivals if isinstance(arrivals, Arrivals) else Arrivals(arrivals)
+    facts = {
+        "layers": machine.model.num_layers,
+        "block_bytes": limit.block_bytes,
+        "hidden_bytes": machine.model.hidden_bytes_per_token_layer,
+        "observer": watch,
+    }
+    if limit.stages > 1:
+        instance: Instance = BatchQueue(
+            env, engine, machine.cost, lanes, stages=limit.stages, hand_over_s_per_token=0.0, **facts
+        )
+        serve = Cluster(env, [instance], arrivals, LeastLoaded()).serve
+    else:
+        instance = Instance(env, engine, machine.cost, arrivals, lanes, jump=jump, **facts)
+        serve = instance.serve
+    env.run(until=env.process(serve()))
     return Outcome(engine.scheduler, instance, lanes, log, gaps, ended, plans, tokens)

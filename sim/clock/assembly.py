@@ -8,6 +8,7 @@ import simpy
 
 from sim.clock.arrivals import Arrivals
 from sim.clock.autoscaled import AutoscaledCluster
+from sim.clock.batch_queue import BatchQueue
 from sim.clock.cluster import Cluster
 from sim.clock.hand_overs import HandOvers
 from sim.clock.lockstep import Lockstep, rank_class
@@ -55,12 +56,12 @@ def build_cluster(engines: list[EngineParts], env: simpy.Environment, arrivals: 
         router = make_router(scenario.router, scenario.seed, scenario.router_weights)
         if ranks := scenario.data_parallel_size:
             return Cluster(env, members, arrivals, _to_ranks(setup, router, ranks))
-        return Cluster(env, members, arrivals, to_pipelines(router, setup.pp))
+        return Cluster(env, members, arrivals, to_pipelines(router, setup.num_schedulers))
     options = setup.policy.options(MixedPoolOptions)
     if options.mixed_pool:
         pools = mixed_pools(members, scenario.prefill_replicas or 0, options.max_pending_tokens)
         return Cluster(env, members, arrivals, pools, None, _hand_overs(engines, members, range(len(members)), pools))
-    front = range((scenario.prefill_replicas or 0) * setup.pp)
+    front = range((scenario.prefill_replicas or 0) * setup.num_schedulers)
     decoders = range(len(front), len(members))
     if setup.policy.names["memory"] == STORED:
         from sim.clock.conducted import Prices, conductor_of  # noqa: PLC0415 - one system has it
@@ -82,8 +83,8 @@ def build_cluster(engines: list[EngineParts], env: simpy.Environment, arrivals: 
         caching = setup.decode.limits.enable_prefix_caching
         router = Conditional(local, len(front), router, decode_router, caching=caching)
         front = range(len(members))
-    hand_overs = _hand_overs(engines, members, decoders, to_pipelines(decode_router, setup.decode.pp))
-    return Cluster(env, members, arrivals, to_pipelines(router, setup.pp), front, hand_overs)
+    hand_overs = _hand_overs(engines, members, decoders, to_pipelines(decode_router, setup.decode.num_schedulers))
+    return Cluster(env, members, arrivals, to_pipelines(router, setup.num_schedulers), front, hand_overs)
 
 
 def _to_ranks(setup: Setup, router: Router, ranks: int) -> Router:
@@ -207,6 +208,11 @@ def _members(engines: list[EngineParts], env: simpy.Environment, arrivals: Arriv
             member = rank_class(ahead=parts.engine.schedules_ahead)(
                 *args, lockstep=lockstep, place=place, layers=layers, block_bytes=block_bytes,
                 hidden_bytes=hidden_bytes, observer=parts.observer, ended=ended,
+            )  # fmt: skip
+        elif setup.limits.stages > 1:
+            member = BatchQueue(
+                *args, stages=setup.pp, hand_over_s_per_token=_hand_over_s_per_token(setup), layers=layers,
+                block_bytes=block_bytes, hidden_bytes=hidden_bytes, observer=parts.observer, ended=ended,
             )  # fmt: skip
         elif setup.pp == 1:
             member = member_class(parts.engine)(

@@ -66,6 +66,8 @@ class Limits:
     window: WindowLimits | None = None
     states: StateLimits | None = None
     kept_of_prompt: "KeptOfPrompt | None" = None
+    stages: int = 1
+    """Of a pipeline whose batches one scheduler makes (vLLM v1); 1 where each has one of its own."""
 
     @property
     def has_window_groups(self) -> bool:

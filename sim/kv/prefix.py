@@ -115,7 +115,7 @@ class PrefixMemory(PagedMemory):
             tokens = batch.num_tokens_of(seq)
             return (tokens - self._num_pending - self.scheduler.num_unknown(seq)) // self.block_size, tokens
         if seq in self.scheduler.last_in_flight:
-            return (seq.num_tokens - 2) // self.block_size, seq.num_tokens
+            return (seq.num_tokens - 1 - self.scheduler.num_unknown(seq)) // self.block_size, seq.num_tokens
         return self.full_blocks(seq), seq.num_tokens
 
     def full_blocks(self, seq: Sequence) -> int:

@@ -223,6 +223,8 @@ def _unlike(setup: Setup) -> str | None:
         return "measured rows were compared with shipped constants alone"
     if setup.decode is not None or setup.scenario.autoscale is not None:
         return "no measured rows of pools or autoscaling"
+    if setup.pp > 1:
+        return "no measured rows of pipelines"
     return None
 
 

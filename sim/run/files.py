@@ -151,7 +151,7 @@ class RowsAtOnce:
 def table_columns(setup: Setup) -> tuple[str, ...]:
     """Columns of the per-request table: those of engines where there are several."""
     scenario = setup.scenario
-    places = 0 if scenario.num_engines * setup.pp == 1 else 1 if scenario.prefill_replicas is None else 2
+    places = 0 if scenario.num_engines * setup.num_schedulers == 1 else 1 if scenario.prefill_replicas is None else 2
     return (*TABLE_COLUMNS, *list(ENGINE_COLUMNS)[:places])
 
 

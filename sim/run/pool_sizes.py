@@ -9,7 +9,7 @@ from sim.engine.limits import Limits, StateLimits, WindowLimits
 from sim.errors import UserError
 from sim.options.scenario import Scenario
 from sim.parts.batching.lora_options import LoraOptions
-from sim.parts.catalogue import STAGES
+from sim.parts.catalogue import BATCHINGS, STAGES
 from sim.parts.options import GIB
 from sim.specs.adapters import adapter_bytes
 from sim.specs.expert_layout import ExpertLayout
@@ -36,7 +36,7 @@ def limits_of(
     sparse: "SparseAttention | None",
     warnings: list[str],
 ) -> Limits:
-    """Pools as vLLM sizes them, of one of `pp` virtual engines, and the engine's limits."""
+    """Pools as vLLM sizes them, of an engine of `pp` stages or one of its virtual engines, and the engine's limits."""
     swap_space = scenario.swap_space
     if swap_space is None:
         swap_space = default_swap_space_gib(scenario, policy, hardware)
@@ -77,10 +77,12 @@ def limits_of(
     host_blocks = scenario.num_cpu_blocks_override
     if host_blocks is None:
         host_blocks = pool.num_cpu_blocks
+    is_queued = pp > 1 and BATCHINGS[policy.names["batching"]].queues_batches
+    # vLLM 0.5.5 gives each virtual engine its share.
+    shares = 1 if is_queued else pp
     return Limits(
-        # vLLM 0.5.5 gives each virtual engine its share.
-        num_gpu_blocks=pool.num_gpu_blocks // pp - policy.num_null_blocks,
-        num_cpu_blocks=host_blocks // pp,
+        num_gpu_blocks=pool.num_gpu_blocks // shares - policy.num_null_blocks,
+        num_cpu_blocks=host_blocks // shares,
         block_size=block_size,
         block_bytes=pool.block_bytes,
         max_model_len=max_model_len,
@@ -91,6 +93,7 @@ def limits_of(
         window=window,
         states=states,
         kept_of_prompt=sparse.kept_of_prompt if sparse is not None else None,
+        stages=pp if is_queued else 1,
     )
 
 

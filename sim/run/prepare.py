@@ -15,7 +15,7 @@ from sim.kv.offload_options import OffloadOptions
 from sim.options.scenario import Scenario
 from sim.options.values import flag
 from sim.parts.batching.unified_options import VllmV1Options
-from sim.parts.catalogue import MEMORIES
+from sim.parts.catalogue import BATCHINGS, MEMORIES
 from sim.parts.options import Conditional, conditional_options
 from sim.parts.stage.hand_over_options import MixedPoolOptions
 from sim.results.goodput import Goodput
@@ -37,6 +37,7 @@ FORMS_WITH_ENGINE = ("roofline", "table")
 LOCKSTEP_BATCHINGS = ("unified", "extend-first")
 GPUS_OF_A_NODE = 8
 PIPELINED_BATCHINGS = ("vllm", "sarathi", "fastgen", "iteration-level")
+"""Of which each batch in flight has a scheduler of its own, a virtual engine."""
 QUANTIZATIONS = {"fp8": "fp8", "modelopt_fp4": "nvfp4"}
 """vLLM's `--quantization`, and the format of weights that it is."""
 LEAST_FP8 = 7.5
@@ -66,12 +67,17 @@ class Setup:
     decode: "Setup | None" = None
     """Of the engines that decode, where others prefill."""
     pp: int = 1
-    """Stages of an engine, each of `tp` GPUs; as many virtual engines have these limits each."""
+    """Stages of an engine, each of `tp` GPUs."""
     experts: ExpertLayout | None = None
     """Which GPUs share the routed experts, where that is not the tensor-parallel group."""
     warnings: list[str] = field(default_factory=list)
     conditional: tuple[Conditional, ...] = ()
     """Options given that act only with others: a run refuses those that do not, a study those that never do."""
+
+    @property
+    def num_schedulers(self) -> int:
+        """Of an engine: one, or as many virtual engines as it has stages, each with these limits (vLLM 0.5)."""
+        return 1 if self.limits.stages > 1 else self.pp
 
     def priced(self, profile: Profile, engine: EngineProfile | None) -> "Setup":
         """The same with other constants."""
@@ -171,10 +177,10 @@ def _prepare(asked_for: Scenario, scenario: Scenario, label: str, policy: Policy
     memory = engine_profile.memory() if is_gpu and engine_profile is not None else OLDER
     limits = limits_of(scenario, model, hardware, policy, max_model_len, engine, memory, pp, experts, sparse, warnings)
     warnings += _of_release(scenario, engine_profile)
-    if pp > 1 and engine_profile is not None and engine_profile.host == "hidden":
+    if pp > 1 and limits.stages == 1 and engine_profile is not None and engine_profile.host == "hidden":
         raise UserError(
-            f"--engine-profile {engine_profile.name}: its host time is hidden behind the GPU, and the loop of "
-            "pipelines (--pipeline-parallel-size) is serial; give one whose host is serial (vllm-v1)"
+            f"--engine-profile {engine_profile.name}: its host time is hidden behind the GPU, and the loop of virtual "
+            "engines (--pipeline-parallel-size) is serial; give one whose host is serial (vllm-v1)"
         )
     cost = _cost(model, hardware, profile, scenario, limits, pp, engine_profile, experts)
     return Setup(
@@ -373,15 +379,31 @@ def _stages(asked_for: Scenario, scenario: Scenario, model: ModelSpec, policy: P
     name = flag(own if own and getattr(asked_for, own) is not None else "pipeline_parallel_size")
     where = f"{name}: {stages} stages"
     plain = names["eviction"] in ("recompute", "swap") and names["memory"] in ("paged", "reserved")
-    if names["batching"] not in PIPELINED_BATCHINGS or not plain or policy.options(MixedPoolOptions).mixed_pool:
+    if BATCHINGS[names["batching"]].queues_batches:
+        _check_queued(f"{where} and {label}", policy, model, scenario.tp)
+    elif names["batching"] not in PIPELINED_BATCHINGS or not plain or policy.options(MixedPoolOptions).mixed_pool:
         raise UserError(
-            f"{where} and {label}: batches in flight are modelled as virtual engines of vLLM 0.5.5, for policies that "
-            "have batching=vllm, sarathi or fastgen, memory=paged or reserved and eviction=recompute or swap: "
-            "take vllm-recompute"
+            f"{where} and {label}: batches in flight are modelled as vLLM v1's, and as virtual engines of vLLM 0.5.5, "
+            "for policies that have batching=vllm, sarathi or fastgen, memory=paged or reserved and eviction=recompute "
+            "or swap: take vllm-v1 or vllm-recompute"
         )
     if model.num_layers % stages:
         raise UserError(f"{where} do not divide the {model.num_layers} layers of {model.name}; give a divisor")
     return stages
+
+
+def _check_queued(where: str, policy: Policy, model: ModelSpec, tp: int) -> None:
+    """UserError for what is not simulated where vLLM v1 has several batches in flight."""
+    plain = {"order": ("fcfs", "priority"), "memory": ("paged",), "eviction": ("recompute",), "stage": ("direct",)}
+    others = [f"{kind}={policy.names[kind]}" for kind, names in plain.items() if policy.names[kind] not in names]
+    if policy.options(OffloadOptions).offloads:
+        others.append("--kv-offloading-size")
+    if policy.options(VllmV1Options).max_tokens_per_image is not None:
+        others.append("max-tokens-per-image")
+    if model.gdn or model.kv_format(tp).window is not None:
+        others.append(f"{model.name} (its layers keep windows or states)")
+    if others:
+        raise UserError(f"{where}: {', '.join(others)}: not simulated where batches pass through stages; leave it out")
 
 
 def _experts(
@@ -438,8 +460,8 @@ def _engine_profile(
     """The engine's own costs; none in forms whose prices are all there is.
 
     Unless asked otherwise one engine prices all policies, so that they differ in themselves alone: that of the server
-    to which the profile was fitted, else today's vLLM. Its host time is hidden behind the GPU, except on a CPU, in
-    pipelines, and where a scheduler of today was told to work between iterations.
+    to which the profile was fitted, else today's vLLM. Its host time is hidden behind the GPU, except on a CPU, with
+    virtual engines, and where a scheduler of today was told to work between iterations.
     """
     form = scenario.cost_form or profile.form
     if form not in FORMS_WITH_ENGINE:
@@ -453,7 +475,8 @@ def _engine_profile(
     if name == OF_POLICY:
         name = policy.own_engine_profile
     elif name is None:
-        is_serial = hardware.name == "cpu" or pp > 1 or policy.own_engine_profile == TODAYS_SERIAL
+        is_virtual = pp > 1 and not BATCHINGS[policy.names["batching"]].queues_batches
+        is_serial = hardware.name == "cpu" or is_virtual or policy.own_engine_profile == TODAYS_SERIAL
         name = TODAYS_SERIAL if is_serial else TODAYS
     found = load_engine_profile(name).measured_by(profile)
     if policy.schedules_ahead and found.host == "serial":

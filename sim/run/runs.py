@@ -133,8 +133,9 @@ def build_engines(setup: Setup, table: TableSink | None, keep: Recording) -> lis
 
         return _engines([setup] * (scenario.replicas or parse_autoscale(scenario.autoscale).min), table, keep)
     if setup.decode is None:
-        return _engines([setup] * (scenario.num_engines * setup.pp), table, keep)
-    prefills, decodes = (scenario.prefill_replicas or 0) * setup.pp, (scenario.decode_replicas or 0) * setup.decode.pp
+        return _engines([setup] * (scenario.num_engines * setup.num_schedulers), table, keep)
+    prefills = (scenario.prefill_replicas or 0) * setup.num_schedulers
+    decodes = (scenario.decode_replicas or 0) * setup.decode.num_schedulers
     return _engines([setup] * prefills + [setup.decode] * decodes, table, keep)
 
 

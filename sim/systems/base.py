@@ -235,7 +235,10 @@ class Policy(ABC):
         """The parts, put together."""
         from sim.engine.scheduler import Scheduler
 
-        return Scheduler(self.parts(limits, deployment), limits, gaps, deployment)
+        kind = Scheduler
+        if limits.stages > 1:
+            from sim.engine.pipelined import PipelinedScheduler as kind
+        return kind(self.parts(limits, deployment), limits, gaps, deployment)
 
     def length_predictor(self, seed: int) -> LengthPredictor:
         """What the engine is to know of output lengths; nothing unless the policy or a part mixed in asks for it."""

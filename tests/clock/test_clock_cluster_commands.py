@@ -183,7 +183,7 @@ def test_a_pipeline_is_as_many_virtual_engines_with_a_share_of_the_blocks_each(t
 @pytest.mark.parametrize(
     ("policy", "words", "parts"),
     [
-        ("vllm-v1", ["2"], ["--pipeline-parallel-size: 2 stages and vllm-v1", "vllm-recompute"]),
+        ("layerkv", ["2"], ["--pipeline-parallel-size: 2 stages and layerkv", "take vllm-v1 or vllm-recompute"]),
         ("vllm-recompute", ["3"], ["3 stages do not divide the 32 layers", "give a divisor"]),
         ("vllm-recompute", ["1", "--decode-pipeline-parallel-size", "2"], ["goes with --prefill-replicas"]),
     ],

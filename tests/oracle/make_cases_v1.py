@@ -80,6 +80,12 @@ IMAGES = (106, 136, 142)
 IMAGES_AHEAD = (106, 123, 142)
 """The same with async scheduling, in files `...-images-async`."""
 
+STAGES = (129, 139, 180, 202, 215)
+"""On pipelines, in files `...-stages`."""
+
+STAGES_AHEAD = (1, 117, 180, 201, 203)
+"""The same with async scheduling, in files `...-stages-async`."""
+
 BLOCK = 16
 TICK = 1 / 64
 COSTS = (
@@ -202,6 +208,10 @@ class Workload:
             acceptance=tuple(rate * dice.choice([1.0, 0.8]) ** i for i in range(tokens)),
             acceptance_seed=dice.randrange(1000),
         )
+
+    def stage_options(self, *, async_scheduling: bool) -> Options:
+        """Two to four stages."""
+        return replace(self.options(), async_scheduling=async_scheduling, stages=self.dice.choice([2, 2, 3, 4]))
 
     def lora_options(self, options: Options) -> Options:
         """The same where one to three adapters run at once, perhaps scheduled ahead."""
@@ -345,7 +355,8 @@ class Workload:
 
 Kind = Literal[
     "", "-async", "-offload", "-offload-async", "-storage", "-storage-async", "-window", "-window-async", "-state",
-    "-state-async", "-spec", "-lora", "-lora-spec", "-lora-offload", "-images", "-images-async",
+    "-state-async", "-spec", "-lora", "-lora-spec", "-lora-offload", "-images", "-images-async", "-stages",
+    "-stages-async",
 ]  # fmt: skip
 
 
@@ -366,6 +377,9 @@ def make(seed: int, folder: Path, kind: Kind = "") -> str:
             answer = ask_offloading(rows, replace(offloading, async_scheduling=kind == "-storage-async"))
         elif kind.startswith("-window"):
             options, rows = workload.window_options(async_scheduling=kind == "-window-async"), workload.rows()
+            answer = ask(rows, options)
+        elif kind.startswith("-stages"):
+            options, rows = workload.stage_options(async_scheduling=kind == "-stages-async"), workload.rows()
             answer = ask(rows, options)
         elif kind.startswith("-images"):
             options = workload.image_options(async_scheduling=kind == "-images-async")
@@ -393,6 +407,7 @@ def main() -> None:
         "-storage-async": STORED_AHEAD, "-window": WINDOWED, "-window-async": WINDOWED_AHEAD, "-state": STATES,
         "-state-async": STATES_AHEAD, "-spec": SPECULATIVE, "-lora": LORAS, "-lora-spec": LORAS_SPECULATIVE,
         "-lora-offload": LORAS_OFFLOADED, "-images": IMAGES, "-images-async": IMAGES_AHEAD,
+        "-stages": STAGES, "-stages-async": STAGES_AHEAD,
     }  # fmt: skip
     folder = CASES
     if sys.argv[1:]:

@@ -69,6 +69,10 @@ def test_there_are_cases_of_every_kind() -> None:
     pictured = [arg for arg in args if arg.get("max_tokens_per_image")]
     for flag in ("whole_images", "async_scheduling"):
         assert {arg[flag] for arg in pictured} == {False, True}
+    piped = [arg for arg in args if arg.get("stages", 1) > 1]
+    assert {arg["stages"] for arg in piped} == {2, 3, 4}
+    for flag in ("async_scheduling", "no_prefix_caching"):
+        assert {arg[flag] for arg in piped} == {False, True}
     offloaded = [answer for answer in answers if "copies" in answer]
     args = [answer["args"] for answer in offloaded]
     for name in ("no_prefix_caching", "offload_outputs", "no_reserve_full_isl", "async_scheduling"):

@@ -150,6 +150,7 @@ def replay(answer: dict, folder: Path, *, jump: bool, checked: bool = False, end
         enable_prefix_caching=not args["no_prefix_caching"],
         window=window,
         states=states,
+        stages=args.get("stages", 1),
     )
     costs = args["cost"] if "workload" in answer else tuple(map(float, args["cost"].split(",")))
     machine = engines.linear_machine(prefill=costs[:3], decode=costs[3:])

@@ -9,7 +9,8 @@ of vLLM's requirements those that ``import vllm.v1.core.sched.scheduler`` asks f
 A step at time t, synchronous: every request with arrival_s <= t + 1e-12 is added; ``schedule()``; the step is priced
 and t moves on; ``update_from_output()`` with a token for each request whose scheduled tokens reach its last known one.
 A step that schedules nothing takes no time; after three of them in a row t jumps to the next arrival. Asynchronous: two
-batches in flight (``Oracle.run_async``).
+batches in flight (``Oracle.run_async``). With a pipeline: one more than it has stages, or as many where scheduling is
+synchronous (``Oracle.run_pipelined``).
 
 Price, from ``cost`` p0,p1,p2,d0,d1,d2 in seconds. An entry (request, n) with c tokens computed before the step is a
 decode if n is 1 and c >= prompt_tokens, of context c + 1; else a prompt chunk::
@@ -44,12 +45,19 @@ import logging
 import math
 import os
 import tempfile
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-os.environ.update(VLLM_LOGGING_LEVEL="ERROR", HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1", PYTHONHASHSEED="0")
+os.environ.update(
+    VLLM_LOGGING_LEVEL="ERROR",
+    HF_HUB_OFFLINE="1",
+    VLLM_NO_USAGE_STATS="1",
+    PYTHONHASHSEED="0",
+    VLLM_USE_V2_MODEL_RUNNER="1",
+)
 logging.disable(logging.CRITICAL)
 
 import torch  # noqa: E402
@@ -125,6 +133,7 @@ class Options:
     drafted after each step that samples; `acceptance` are the chances that one is accepted where those before it are.
     With `max_loras` so many adapters run at once; a row's `lora` is its adapter's number, 0 none.
     With `max_tokens_per_image` prompts have images, the largest of so many tokens.
+    A pipeline has so many `stages`, each of which takes an equal share of a step's price.
     """
 
     blocks: int
@@ -138,6 +147,7 @@ class Options:
     watermark: float = 0.0
     no_reserve_full_isl: bool = False
     async_scheduling: bool = False
+    stages: int = 1
     window: int = 0
     num_full: int = 1
     num_window: int = 0
@@ -209,6 +219,7 @@ def make_scheduler(options: Options, connector: Any = None) -> tuple[Any, Any]:
         scheduler_config=scheduler_config,
         cache_config=cache,
         device_config=DeviceConfig(device="cpu"),
+        parallel_config=ParallelConfig(pipeline_parallel_size=options.stages),
         lora_config=LoRAConfig(max_loras=options.max_loras) if options.max_loras else None,
         kv_transfer_config=connector,
     )
@@ -414,7 +425,10 @@ class Oracle:
 
     def run(self) -> dict[str, Any]:
         """Serve the whole workload."""
-        end = self.run_async() if self.options.async_scheduling else self.run_sync()
+        if self.options.stages > 1:
+            end = self.run_pipelined()
+        else:
+            end = self.run_async() if self.options.async_scheduling else self.run_sync()
         if self.pool.get_num_free_blocks() != self.options.blocks - 1:
             raise AssertionError("blocks were lost")
         return {
@@ -506,6 +520,62 @@ class Oracle:
             if self.next >= len(self.rows):
                 return now
             now = max(now, self.rows[self.next].arrival_s)
+
+    def run_pipelined(self) -> float:
+        """As `EngineCore.step_with_batch_queue` has a pipeline: batches are scheduled at once until its queue is full.
+
+        The queue holds `max_concurrent_batches`, those without work too. A batch passes stage after stage, each when
+        the batch before it has left; where scheduled ahead, the first not before the batch that is so many steps
+        older as there are stages has left the last, as its tokens are what this one feeds.
+        """
+        options, requests = self.options, self.scheduler.requests
+        num_stages, ahead = options.stages, options.async_scheduling
+        most = num_stages + 1 if ahead else num_stages
+        now, free_at, ends = 0.0, [0.0] * num_stages, [0.0] * num_stages
+        flying: deque[tuple[float, Any, dict[str, int | None]]] = deque()
+        sampled: dict[str, int] = {}
+        idle = 0
+        while True:
+            self._arrive(now)
+            if self.scheduler.has_requests():
+                output, price = self._schedule(now)
+                executed = bool(output.num_scheduled_tokens)
+                end = now
+                if executed:
+                    end = max(now, ends[-num_stages]) if ahead else now
+                    for i in range(num_stages):
+                        end = free_at[i] = max(end, free_at[i]) + price / num_stages
+                elif flying:
+                    end = max(now, flying[-1][0])
+                ends.append(end)
+                sampling: dict[str, int | None] = {}
+                for key in output.num_scheduled_tokens:
+                    if requests[key].is_prefill_chunk:
+                        sampling[key] = None
+                    elif ahead:
+                        sampling[key] = sampled.get(key, 0)
+                        sampled[key] = sampled.get(key, 0) + 1
+                    else:
+                        sampling[key] = requests[key].num_output_tokens
+                flying.append((end, output, sampling))
+                idle = 0 if executed else idle + 1
+                if len(flying) < most and (executed or self.scheduler.has_requests()):
+                    continue
+            elif not flying:
+                if self.next >= len(self.rows):
+                    return now
+                now = max(now, self.rows[self.next].arrival_s)
+                continue
+            end, output, sampling = flying.popleft()
+            now = max(now, end)
+            for key, which in sampling.items():
+                if which is not None:
+                    sampling[key] = min(which, self.rows[int(key)].output_tokens - 1)
+            self._deliver(output, sampling, now)
+            if idle > 2 * most:
+                if self.next >= len(self.rows):
+                    raise RuntimeError("requests wait for ever")
+                now, idle = max(now, self.rows[self.next].arrival_s), 0
 
 
 def ask(rows: Sequence[Row], options: Options) -> dict[str, Any]:

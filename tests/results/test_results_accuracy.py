@@ -155,6 +155,7 @@ def test_a_run_like_measured_servers_has_its_metrics_within_their_intervals():
         ("vllm-v1", {"gpu": "l40s"}, "no measured rows of vllm-v1 on l40s"),
         ("vllm-v1", {"sparse_attention": "streaming-llm:window=512"}, "sparse attention"),
         ("vllm-v1:enable-lora=on", {}, "no measured rows of adapters"),
+        ("vllm-v1", {"pipeline_parallel_size": 2}, "no measured rows of pipelines"),
         ("vllm-v1:max-tokens-per-image=576", {}, "no measured rows of images"),
         ("vllm-v1", {"profile": "h100-derived"}, "shipped constants alone"),
         ("vllm-v1", {"autoscale": "hpa:target=4,max=2"}, "autoscaling"),

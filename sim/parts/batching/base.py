@@ -38,6 +38,8 @@ class Batching(Part, ABC):
     """Whether it is vLLM v1's, with one budget and its engine's host time, and can be scheduled ahead."""
     default_budget: ClassVar[int | None] = None
     """Tokens of an iteration where the user names none; None: vLLM 0.5.5's, by the longest context."""
+    queues_batches: ClassVar[bool] = False
+    """Whether its one scheduler makes all batches in flight of a pipeline."""
     stops_at_max_model_len: ClassVar[bool] = False
     """Whether a request ends when it has so many tokens, whatever it asked for."""
     schedules_ahead = False

@@ -3,7 +3,7 @@
 All in order of admission: at the common step by counts alone, else one by one, as in vLLM's loop over `running`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, ClassVar
 
 from sim.engine.plan import CONTINUED, IterationPlan, Origin
@@ -37,6 +37,8 @@ class Running(Batching):
     default_budget: ClassVar[int | None] = 8192
     frees_in_order = True
     records_decisions = True
+    stages = 1
+    """Of the pipeline whose batches it makes."""
 
     def __init__(self, options: VllmV1Options, *, schedules_ahead: bool) -> None:
         self.schedules_ahead = schedules_ahead
@@ -144,7 +146,7 @@ class Running(Batching):
         """vLLM's loop over `running`: a sequence that finds no block preempts, and tries again."""
         budget, longest, batch = self.budget, self._longest_chunk(), self.batch
         self.paged.catch_up()
-        in_flight, running, partials = self.scheduler.last_in_flight, self.running, self.partials
+        resting, running, partials = self._resting(), self.running, self.partials
         step, size, takes_whole_blocks = batch.step, batch.block_size, self._takes_whole_blocks
         done: dict[Sequence, int] = {}
         preempted: list[Sequence] = []
@@ -154,7 +156,7 @@ class Running(Batching):
         for seq in list(running):
             if budget <= 0:
                 break
-            if (preempted and seq not in running) or (in_flight and seq in in_flight):
+            if (preempted and seq not in running) or (resting and seq in resting):
                 continue
             chunk = 1
             if seq in partials:
@@ -188,6 +190,10 @@ class Running(Batching):
         if plan.num_decodes == len(batch.members):
             plan.decodes = batch.members
         return budget
+
+    def _resting(self) -> Collection[Sequence]:
+        """Sequences that run and compute nothing in this step: those whose last tokens are in flight."""
+        return self.scheduler.last_in_flight
 
     def _take(self, seq: Sequence, chunk: int) -> bool:
         """Blocks for the next `chunk` tokens of one that runs; False where there are too few."""
@@ -237,7 +243,7 @@ class Running(Batching):
         scheduler, batch = self.scheduler, self.batch
         if victim in scheduler.last_in_flight:
             del scheduler.last_in_flight[victim]
-            return -1
+            return -scheduler.num_unknown(victim)
         grown = int(scheduled and batch.needs_block(victim))
         batch.remove(victim)
         victim.num_blocks += grown

@@ -29,6 +29,7 @@ class Unified(Running):
     name: ClassVar[str] = "unified"
     options: ClassVar[type | None] = VllmV1Options
     is_unified = True
+    queues_batches = True
     stops_at_max_model_len = True
     resumes = True
     verifies = True
@@ -42,6 +43,8 @@ class Unified(Running):
             kind = class_at("sim.parts.batching.unified_speculative:UnifiedSpeculative")
         elif b.offloading.offloads:
             kind = class_at("sim.parts.batching.unified_offloading:UnifiedOffloading")
+        elif b.limits.stages > 1:
+            kind = class_at("sim.parts.batching.unified_pipelined:UnifiedPipelined")
         if options.enable_lora:
             b.refuse_beside_adapters()
         if options.max_tokens_per_image is not None:
@@ -107,10 +110,10 @@ class Unified(Running):
     def _admit(self, plan: IterationPlan, now_s: float, budget: int) -> None:
         """Requests that wait, in order, until one of them finds no room."""
         order, memory = self.order, self.paged
-        longest, has_slots = self._longest_chunk(), self.max_loras is not None
+        longest, may_pass = self._longest_chunk(), self.max_loras is not None or self.stages > 1
         while budget > 0 and order.waiting and len(self.running) < self.max_num_seqs:
             seq = order.head()
-            if has_slots and self._passes_over(seq):
+            if may_pass and self._passes_over(seq):
                 continue
             cached = 0
             if self._caches:

@@ -52,6 +52,7 @@ class Paced(Unified):
     """Unified batches at the pace of first tokens."""
 
     name: ClassVar[str] = "paced"
+    queues_batches = False
     resumes = False
     verifies = False
     options: ClassVar[type | None] = None

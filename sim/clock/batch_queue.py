@@ -1,0 +1,101 @@
+"""`BatchQueue`: an engine of vLLM v1 whose layers lie on the stages of a pipeline, with one scheduler.
+
+As `EngineCore.step_with_batch_queue`: batches are scheduled, one when the host's time for the one before is over, until
+the queue is full; then the engine waits for the oldest. It sees what arrives when it schedules. Batches without work
+take places in the queue, too. The queue has as many places as there are stages, one more where it schedules ahead.
+
+A batch passes stage after stage, an equal part of its computation at each. Scheduled ahead, it enters the first when
+the batch of as many steps before has left the last: the tokens that one sampled are what it feeds.
+"""
+
+from collections import deque
+from typing import Any
+
+from sim.clock.member import Member
+from sim.cost.lanes import Lane
+from sim.engine.plan import IterationPlan, StepTimes
+from sim.engine.sequence import Sequence
+
+
+class BatchQueue(Member):
+    """Its compute lane is that of the first stage; all stages take equal shares."""
+
+    def __init__(self, *args: Any, stages: int, hand_over_s_per_token: float, layers: int, **options: Any) -> None:  # noqa: ANN401
+        """As `Member`; what a token's activations take from one stage to the next, s; `layers` of the model."""
+        options["jump"] = False
+        super().__init__(*args, layers=layers // stages, **options)
+        self.stages, self.hand_over_s_per_token = stages, hand_over_s_per_token
+        self.schedules_ahead = self.engine.schedules_ahead
+        self.places = stages + 1 if self.schedules_ahead else stages
+        self._lanes = [self.lanes.compute, *(Lane(f"stage {number}") for number in range(1, stages))]
+        self._queue: deque[tuple[float, list[Sequence] | None]] = deque()
+        """Of each batch when its tokens come, s, and whose last ones they are; None where it has no work."""
+        self._left_s = deque([0.0] * stages, maxlen=stages)
+        """When the last batches left the last stage, s."""
+        self._waits = False
+        """Whether it waits for the oldest batch."""
+
+    @property
+    def running_until_s(self) -> float:
+        return self._queue[0][0] if self._queue else 0.0
+
+    def settle(self) -> None:
+        self._settled = True
+        if self._waits and self._queue[0][0] <= self.end_s:
+            self._waits = False
+            ended = self._queue.popleft()[1]
+            if ended is not None:
+                self.engine.deliver(ended)
+
+    def decide(self) -> None:
+        self._settled = False
+        now_s, queue, engine = self.end_s, self._queue, self.engine
+        if self._waits:
+            return
+        if not self._take_events(now_s):
+            self.end_s = self.busy_until_s
+            return
+        free_s = now_s
+        if engine.has_unfinished:
+            plan = self._schedule(now_s)
+            if plan is not None:
+                free_s = self._launch(plan, now_s)
+            elif any(ended is not None for _, ended in queue):
+                queue.append((max(now_s, queue[-1][0]), None))
+                self._left_s.append(now_s)
+            else:
+                queue.clear()
+        self._waits = len(queue) == self.places or (bool(queue) and not engine.has_unfinished)
+        self.end_s = queue[0][0] if self._waits else free_s if queue else self._wakes_s
+
+    def _launch(self, plan: IterationPlan, now_s: float) -> float:
+        """The plan is in flight; returns when the host is free again, s."""
+        cost, lanes, left_s = self.cost, self._lanes, self._left_s
+        whole_s, prelude_s = cost.iteration_s(plan) + plan.added_s, cost.prelude_s(plan)
+        num_sequences = plan.num_decodes + len(plan.chunks)
+        host_s = prelude_s + (cost.host.seconds(num_sequences) if cost.host is not None else 0.0)
+        tokens = plan.prefill_tokens + plan.num_decodes + plan.num_single_chunks
+        stage_s = (whole_s - prelude_s) / self.stages
+        free_s = end_s = self.lanes.host.reserve(now_s, host_s, "host")
+        if self.schedules_ahead:
+            end_s = max(end_s, left_s[0])
+        began_s = max(end_s, lanes[0].free_s)
+        for number, lane in enumerate(lanes):
+            end_s = lane.reserve(end_s + (self.hand_over_s_per_token * tokens if number else 0.0), stage_s, plan.kind)
+        left_s.append(end_s)
+        times = StepTimes(1, end_s, 0.0, 0.0, end_s, 1)
+        self.iterations += 1
+        if self.observer is not None:
+            self.observer(plan, began_s, times)
+        self._queue.append((end_s, self.engine.commit_ahead(plan, times)))
+        return free_s
+
+    def drained_s(self, now_s: float) -> float:
+        return max(now_s, *(lane.free_s for lane in self._lanes))
+
+    def _wake_at(self, at_s: float) -> bool:
+        if self._settled or self._queue:
+            # It is about to look, or looks when the host is free or the oldest batch has ended.
+            return False
+        end_s, self.end_s = self.end_s, min(self.end_s, at_s)
+        return self.end_s < end_s

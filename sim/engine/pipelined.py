@@ -1,0 +1,46 @@
+"""`PipelinedScheduler`: one scheduler of a pipeline, several of whose plans are in flight (vLLM v1's batch queue).
+
+A sequence is in at most one batch whose tokens are not known when the next is scheduled: scheduled ahead, it decodes
+every so many steps as there are stages; else once its token has come.
+"""
+
+from collections import deque
+
+from sim.engine.plan import IterationPlan, StepTimes
+from sim.engine.scheduler import Scheduler
+from sim.engine.sequence import Sequence
+
+
+class PipelinedScheduler(Scheduler):
+    """Keeps of every plan in flight which sequences it computes."""
+
+    __slots__ = ("flights",)
+
+    def __init__(self, *args, **options) -> None:  # noqa: ANN002, ANN003 - as Scheduler's
+        self.flights: deque[tuple[set[Sequence], set[Sequence]]] = deque()
+        """Of each plan in flight, the oldest first: sequences that it computes, and those of them that sample."""
+        super().__init__(*args, **options)
+
+    def commit_ahead(self, plan: IterationPlan, times: StepTimes) -> list[Sequence]:
+        decodes = set(plan.decodes)
+        ending = {chunk.seq for chunk in plan.chunks if chunk.num_cached + chunk.num_new == chunk.seq.num_tokens}
+        self.flights.append((decodes.union(chunk.seq for chunk in plan.chunks), decodes | ending))
+        ended = super().commit_ahead(plan, times)
+        self._find_landed()
+        return ended
+
+    def deliver(self, ended: list[Sequence]) -> None:
+        self.flights.popleft()
+        super().deliver(ended)
+        self._find_landed()
+
+    def _find_landed(self) -> None:
+        self.landed = set(self.batch.members).difference(*(sampling for _, sampling in self.flights))
+
+    def num_unknown(self, seq: Sequence) -> int:
+        # In series all that a batch feeds was known when it was scheduled.
+        return super().num_unknown(seq) if self.batching.schedules_ahead else 0
+
+    def is_flying(self, seq: Sequence) -> bool:
+        """Whether a plan in flight computes tokens of `seq`."""
+        return any(seq in computed for computed, _ in self.flights)
