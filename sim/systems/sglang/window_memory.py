@@ -68,7 +68,8 @@ class WindowTreeMemory(TreeMemory):
                 "sglang enable-hierarchical-cache: HiCache of layers with a window is not simulated; leave it out, or "
                 "give disable-hybrid-swa-memory"
             )
-        super().__init__(limits, options, *copies)
+        load_s, write_s, worth = copies
+        super().__init__(limits, options, load_s, write_s, worth)
         assert isinstance(self.tree, WindowTree), "as it was made"
         self._windows = self.tree
         self.num_window_pages = window.own_blocks
