@@ -5,10 +5,15 @@ every so many steps as there are stages; else once its token has come.
 """
 
 from collections import deque
+from typing import TYPE_CHECKING
 
+from sim.engine.limits import Deployment, Limits
 from sim.engine.plan import IterationPlan, StepTimes
-from sim.engine.scheduler import Scheduler
+from sim.engine.scheduler import Parts, Scheduler
 from sim.engine.sequence import Sequence
+
+if TYPE_CHECKING:
+    from sim.engine.itl import GapCollector
 
 
 class PipelinedScheduler(Scheduler):
@@ -16,10 +21,10 @@ class PipelinedScheduler(Scheduler):
 
     __slots__ = ("flights",)
 
-    def __init__(self, *args, **options) -> None:  # noqa: ANN002, ANN003 - as Scheduler's
+    def __init__(self, parts: Parts, limits: Limits, gaps: "GapCollector", deployment: Deployment) -> None:
+        super().__init__(parts, limits, gaps, deployment)
         self.flights: deque[tuple[set[Sequence], set[Sequence]]] = deque()
         """Of each plan in flight, the oldest first: sequences that it computes, and those of them that sample."""
-        super().__init__(*args, **options)
 
     def commit_ahead(self, plan: IterationPlan, times: StepTimes) -> list[Sequence]:
         decodes = set(plan.decodes)
