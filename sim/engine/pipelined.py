@@ -16,6 +16,12 @@ if TYPE_CHECKING:
     from sim.engine.itl import GapCollector
 
 
+def sampling(plan: IterationPlan) -> set[Sequence]:
+    """Sequences that sample in a step: those that decode, and those whose prompts end."""
+    ending = (chunk.seq for chunk in plan.chunks if chunk.num_cached + chunk.num_new == chunk.seq.num_tokens)
+    return {*plan.decodes, *ending}
+
+
 class PipelinedScheduler(Scheduler):
     """Keeps of every plan in flight which sequences it computes."""
 
@@ -27,9 +33,7 @@ class PipelinedScheduler(Scheduler):
         """Of each plan in flight, the oldest first: sequences that it computes, and those of them that sample."""
 
     def commit_ahead(self, plan: IterationPlan, times: StepTimes) -> list[Sequence]:
-        decodes = set(plan.decodes)
-        ending = {chunk.seq for chunk in plan.chunks if chunk.num_cached + chunk.num_new == chunk.seq.num_tokens}
-        self.flights.append((decodes.union(chunk.seq for chunk in plan.chunks), decodes | ending))
+        self.flights.append(({*plan.decodes, *(chunk.seq for chunk in plan.chunks)}, sampling(plan)))
         ended = super().commit_ahead(plan, times)
         self._find_landed()
         return ended
@@ -40,7 +44,7 @@ class PipelinedScheduler(Scheduler):
         self._find_landed()
 
     def _find_landed(self) -> None:
-        self.landed = set(self.batch.members).difference(*(sampling for _, sampling in self.flights))
+        self.landed = set(self.batch.members).difference(*(samples for _, samples in self.flights))
 
     def num_unknown(self, seq: Sequence) -> int:
         # In series all that a batch feeds was known when it was scheduled.

@@ -10,7 +10,7 @@ from collections.abc import Collection
 from itertools import chain
 from typing import TYPE_CHECKING
 
-from sim.engine.pipelined import PipelinedScheduler
+from sim.engine.pipelined import PipelinedScheduler, sampling
 from sim.engine.plan import IterationPlan
 from sim.engine.sequence import Sequence
 from sim.parts.batching.unified import Unified
@@ -32,8 +32,7 @@ class UnifiedPipelined(Unified):
     def fill(self, plan: IterationPlan, now_s: float) -> None:
         super().fill(plan, now_s)
         plan.max_steps = 1
-        ending = (chunk.seq for chunk in plan.chunks if chunk.num_cached + chunk.num_new == chunk.seq.num_tokens)
-        self._sampling.append({*plan.decodes, *ending} if plan.num_decodes or plan.chunks else set())
+        self._sampling.append(sampling(plan))
 
     def _run_running(self, plan: IterationPlan) -> int:
         return self._run_one_by_one(plan)
@@ -42,7 +41,7 @@ class UnifiedPipelined(Unified):
         last = self.scheduler.last_in_flight
         if self.schedules_ahead:
             return set(chain(last, *self._sampling))
-        return set(chain(last, *(sampling for _, sampling in self.flights.flights)))
+        return set(chain(last, *(samples for _, samples in self.flights.flights)))
 
     def _must_wait(self, seq: Sequence) -> bool:
         return self.flights.is_flying(seq) or super()._must_wait(seq)
