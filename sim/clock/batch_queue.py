@@ -90,9 +90,6 @@ class BatchQueue(Member):
         self._queue.append((end_s, self.engine.commit_ahead(plan, times)))
         return free_s
 
-    def drained_s(self, now_s: float) -> float:
-        return max(now_s, *(lane.free_s for lane in self._lanes))
-
     def _wake_at(self, at_s: float) -> bool:
         if self._settled or self._queue:
             # It is about to look, or looks when the host is free or the oldest batch has ended.
