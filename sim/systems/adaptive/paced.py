@@ -5,9 +5,10 @@ Every sequence that decodes takes a token first. Of the token budget, prompts ge
     max(1.25 x kept prompt tokens a second, tokens ahead of a waiting prompt / time to half its TTFT) x iteration,
 
 at least `LEAST_CHUNK`: larger chunks would only lengthen the iterations of all. A deferred prompt (`Triage`) starts
-when none that is kept waits or is parked and no prompt is half done, and leaves blocks free for those to come.
-Its chunks are `DEFERRED_AHEAD` times those in which prompts spread evenly over the decodes. A prompt takes all its
-blocks when it starts. None starts whose first token would be late, behind the iteration under way and other chunks.
+when none that is kept waits or is parked and no prompt is half done, in chunks `DEFERRED_AHEAD` times those in which
+prompts spread evenly over the decodes. A hopeless one also leaves half of the blocks, the seats and the decodes' time
+free for those to come. A prompt takes all its blocks when it starts. None starts whose first token would be late,
+behind the iteration under way and other chunks.
 
 Prompts never take more than the pace of the decodes leaves them (`pace`): those that would be late for it do not start.
 
@@ -35,10 +36,8 @@ DEFERRED_AHEAD: Final = 1.5
 LEAST_DEFERRED_CHUNK: Final = 256
 AHEAD: Final = 1.25
 """Of the rate at which kept prompts arrive, what is computed of them."""
-DEFERRED_FREE: Final = 0.05
-LATE_FREE: Final = 0.3
-QUIET_FREE: Final = 0.02
-"""Shares of the blocks that stay free when a deferred or a late prompt starts; where none arrive, a late one."""
+HOPELESS_FREE: Final = 0.5
+"""Share of the blocks, the seats and the time of decodes that stays free for arrivals when a hopeless prompt starts."""
 ROUNDING: Final = 1e-6
 CHUNKS: Final = (16, 32, 64, 128, 256, 384, 512, 768, 1024)
 NEAR: Final = 1.05
@@ -274,17 +273,14 @@ class Paced(Unified):
         return plan
 
     def _finds_room(self, seq: Sequence, num_tokens: int, keep_free: int) -> bool:
-        kept = self.triage.is_kept(seq)
-        if self.park.seats(alone=kept) <= 0:
+        """Whether the head has a seat and blocks, for itself and for those that decode while they last."""
+        order, park, gpu = self.triage, self.park, self.paged.gpu
+        kept = order.is_kept(seq)
+        free_share = HOPELESS_FREE if order.is_hopeless(seq) and not order.is_quiet else 0.0
+        if park.seats(alone=kept, free_share=free_share) <= 0:
             return False
         self._looked_at = None if kept else seq
-        return self._has_blocks(seq)
-
-    def _has_blocks(self, seq: Sequence) -> bool:
-        """Whether they are free for the head, and for those that decode while they last."""
-        park, order = self.park, self.triage
         wanted = self.paged.blocks_wanted(seq, seq.num_tokens)
-        gpu, kept = self.paged.gpu, order.is_kept(seq)
         if not self.running and not park.promoting:
             return wanted <= gpu.free
         # This iteration's decodes have their blocks; what is left then falls from step to step.
@@ -293,8 +289,7 @@ class Paced(Unified):
             return wanted + headroom <= gpu.free
         if self._started or self.partials or park.num_kept:
             return False
-        share = DEFERRED_FREE if not order.is_hopeless(seq) else QUIET_FREE if order.is_quiet else LATE_FREE
-        return wanted + max(headroom, int(share * gpu.num_blocks)) <= gpu.free
+        return wanted + max(headroom, int(free_share * gpu.num_blocks)) <= gpu.free
 
     def _start(self, plan: IterationPlan, seq: Sequence, cached: int, chunk: int, now_s: float) -> None:
         self._started = True

@@ -1,7 +1,7 @@
 """`Park`: sequences leave for the host, beside the computation, where others pay better, and return by rank.
 
-Rank is `Triage`'s place: kept before deferred before hopeless, the cheapest to finish first. One sequence leaves at a
-time, when one that is kept lacks room (a prompt that waits, or the first of those parked):
+Rank is `Triage`'s place: kept before deferred before hopeless, the cheapest to finish first. Sequences leave when one
+that is kept lacks room (the first of those parked, or the prompts that wait, for a chunk of them at once):
 
 - one that is not kept, the dearest first;
 - one that has joined since and would stand behind the parked head;
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from sim.systems.builder import Builder
 
 MOST_TOKENS: Final = 1024
+"""Of prompts, whose blocks and seats are made free together: beside many decodes, prompts one by one cost most."""
 HORIZON: Final = 8
 """Iterations whose growth is kept free, at least."""
 SHORT_S: Final = 2.0
@@ -120,9 +121,9 @@ class Park(Recompute):
         """The same, one that returns included."""
         return self.growth() + 1 + self._owed_blocks
 
-    def seats(self, *, alone: bool = False) -> int:
-        """How many more may run: there are seats, and TPOTs are met beside prompts, or `alone`."""
-        most = int(min(self.max_num_seqs, self.order.most_decodes(alone=alone)))
+    def seats(self, *, alone: bool = False, free_share: float = 0.0) -> int:
+        """How many more may run: there are seats, and TPOTs are met beside prompts, or `alone`; a share stays free."""
+        most = max(1, int((1.0 - free_share) * min(self.max_num_seqs, self.order.most_decodes(alone=alone))))
         return most - len(self.scheduler.batching.running) - len(self.promoting)  # type: ignore[attr-defined]
 
     def prepare(self, now_s: float) -> None:
@@ -193,7 +194,6 @@ class Park(Recompute):
             self.paged.look_up(prompt, is_next=False)
             reserved = self.paged.blocks_wanted(prompt, prompt.num_tokens)
         prompt_s = self._laxity_s(prompt, iteration_s) if prompt is not None else inf
-        is_impatient = prompt is not None and self.order.is_impatient(prompt)
         free, seats = self.gpu.free - self._growth - 1, self.seats()
         while (seq := self._first(iteration_s)) is not None:
             if self.mechanism.copy_s(self._returning_blocks, H2D) > iteration_s:
@@ -201,7 +201,7 @@ class Park(Recompute):
             blocks = self.paged.held_blocks(seq) + 1
             is_first = self._is_kept(seq, iteration_s) and self._laxity_s(seq, iteration_s) < prompt_s
             if seats <= 0 or blocks > free - (0 if is_first else reserved):
-                self._owed_blocks = blocks if is_first and not is_impatient else 0
+                self._owed_blocks = blocks if is_first else 0
                 return seq
             free -= blocks
             seats -= 1
@@ -209,8 +209,9 @@ class Park(Recompute):
         return None
 
     def _laxity_s(self, seq: Sequence, iteration_s: float) -> float:
-        """Of one that waits or is parked."""
-        return self.order.laxity_s(self.order.look(seq), iteration_s)
+        """Of one that waits or is parked; infinitely little where it has waited for so long that nothing counts."""
+        order = self.order
+        return -inf if order.is_impatient(seq) else order.laxity_s(order.look(seq), iteration_s)
 
     def _is_kept(self, seq: Sequence, iteration_s: float) -> bool:
         """Whether one that is parked is kept."""
@@ -237,8 +238,7 @@ class Park(Recompute):
     def _make_way(self, iteration_s: float, parked: Sequence | None) -> bool:
         """Take members out until those that are kept and lack room have it, and decodes will; whether any left."""
         batch, order = self.batch, self.order
-        missing, head = self._missing(iteration_s, parked)
-        seats = self._seats_missing()
+        missing, seats, head = self._missing(iteration_s, parked)
         # Alone it does not help itself by leaving.
         short = self._growth - self.gpu.free - self.paged.releasing if len(batch.members) > 1 else 0
         if missing <= 0 and seats <= 0 and short <= 0:
@@ -307,29 +307,26 @@ class Park(Recompute):
         most = min(turns * self.max_num_seqs, self.order.most_decodes())
         return bool(seats < most and blocks < turns * self.gpu.num_blocks)
 
-    def _missing(self, iteration_s: float, parked: Sequence | None) -> tuple[int, Sequence | None]:
-        """Blocks that those that are kept lack, copies under way counted, and the first of them."""
+    def _missing(self, iteration_s: float, parked: Sequence | None) -> tuple[int, int, Sequence | None]:
+        """Blocks and seats that those that are kept lack, copies under way counted, and the first of them."""
         free = self.gpu.free + self.paged.releasing - self._growth - 1
         head = self._prompt()
         if head is not None:
-            wanted = tokens = 0
+            blocks = num_prompts = tokens = 0
             self.batching.find_worth()
             if not self.batching.is_due():
-                return 0, None
+                return 0, 0, None
             for seq in self.order.kept():
                 self.paged.look_up(seq, is_next=False)
-                wanted += self.paged.blocks_wanted(seq, seq.num_tokens)
+                blocks += self.paged.blocks_wanted(seq, seq.num_tokens)
+                num_prompts += 1
                 tokens += seq.num_tokens
                 if tokens >= MOST_TOKENS:
                     break
-            return wanted - free, head
+            return blocks - free, num_prompts - self.seats(), head
         if parked is not None and self._is_kept(parked, iteration_s):
-            return self.paged.held_blocks(parked) + 1 - free, parked
-        return 0, None
-
-    def _seats_missing(self) -> int:
-        waiting = self.order.num_kept > 0 or self.num_kept > 0
-        return 1 - self.seats() if waiting else 0
+            return self.paged.held_blocks(parked) + 1 - free, 1 - self.seats(), parked
+        return 0, 0, None
 
     def _is_movable(self, seq: Sequence) -> bool:
         return self.paged.may_leave(seq) and not self.paged.outgrew_gpu(seq)
