@@ -2,7 +2,7 @@
 
     python make_cases_sglang.py PYTHON ORACLE                   # those that are stored, into `cases_sglang*`
     python make_cases_sglang.py PYTHON ORACLE FOLDER 0 1000     # seeds 0 to 999, for `python sglang_replay.py FOLDER`
-    python make_cases_sglang.py PYTHON ORACLE FOLDER 0 40 copying   # with copies that take time
+    python make_cases_sglang.py PYTHON ORACLE FOLDER 0 40 copying   # with copies that take time; or `windowed`
 
 PYTHON is that of an environment with sglang 0.5.23, ORACLE as in `sglang_ask.py`. A seed gives the same case each time.
 """
@@ -19,11 +19,11 @@ HERE = Path(__file__).resolve().parent
 CASES = HERE / "cases_sglang"
 SEEDS = (
     2007, 2012, 2036, 2038, 2041, 2043, 2056, 2058, 2084, 2097, 2098, 10001, 10009, 10031, 10044, 10109,
-    20011, 20038, 20101, 20118, 20121, 20131, 20140, 20141, 20152, 20155, 20180, 20184,
 )  # fmt: skip
 COPYING = HERE / "cases_sglang_copying"
 COPYING_SEEDS = 102, 106, 109, 110, 115, 119, 125, 131, 139
-FIRST_WINDOWED = 20000
+WINDOWED = HERE / "cases_sglang_windowed"
+WINDOWED_SEEDS = 20011, 20038, 20101, 20118, 20121, 20131, 20140, 20141, 20152, 20155, 20180, 20184
 COSTS = (
     "0.005,4e-5,2e-9,0.02,2e-5,6e-7",
     # Every step as long: arrivals fall exactly on boundaries.
@@ -43,7 +43,10 @@ MODEL = {
 
 
 class Workload:
-    """One random workload and the settings it runs under; from seed `FIRST_WINDOWED` on layers have a window."""
+    """One random workload and the settings it runs under."""
+
+    windows: tuple[int, ...] = ()
+    """Of these a layer has one."""
 
     def __init__(self, seed: int) -> None:
         self.dice = dice = random.Random(f"kvtwin sglang {seed}")
@@ -59,7 +62,7 @@ class Workload:
             self.length, self.prompts, self.outputs = max(self.length, 200), "short", "long"
         self.naming = choice([self._private, self._shared, self._shared, self._turn, self._turn, self._twin])
         self.priorities = choice([[0], [0, 20], [0, 5, 11, 30], list(range(50))])
-        self.window = choice([4, 15, 16, 31, 64, 127, 300]) if seed >= FIRST_WINDOWED else None
+        self.window = choice(self.windows) if self.windows else None
         self.num_ids = 1000
         self.stems = [list(range(100 * i, 100 * i + 80)) for i in range(dice.randint(1, 3))]
         self.talks: list[tuple[int, int, list[int], list[int]]] = []
@@ -174,6 +177,12 @@ class Workload:
         return list(map(str, [*found, "--extra", json.dumps(extra)]))
 
 
+class Windowed(Workload):
+    """Of a model of which one layer of two has a window, and a pool of its own."""
+
+    windows = (4, 15, 16, 31, 64, 127, 300)
+
+
 class Copying(Workload):
     """With HiCache, whose copies take time."""
 
@@ -229,7 +238,7 @@ def ask(python: str, oracle: str, folder: Path, seeds: list[int], kind: type[Wor
             (folder / f"{seed:05}.json.gz").write_bytes(gzip.compress(data, mtime=0))
 
 
-KINDS = {"": Workload, "copying": Copying}
+KINDS = {"": Workload, "copying": Copying, "windowed": Windowed}
 
 
 def main() -> None:
@@ -241,6 +250,7 @@ def main() -> None:
     else:
         ask(python, oracle, CASES, list(SEEDS))
         ask(python, oracle, COPYING, list(COPYING_SEEDS), Copying)
+        ask(python, oracle, WINDOWED, list(WINDOWED_SEEDS), Windowed)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """Our `sglang` against SGLang 0.5.23's own scheduler: decisions, times to 1e-6 s, hits, evictions, loads.
 
 `cases_sglang/` holds its answers on small random workloads (`make_cases_sglang.py`, `sglang_ask.py`), and
-`cases_sglang_copying/` such where HiCache's copies take time (`sglang_copies.py`); longer ones lie in the folder
-`../shared/oracle/sglang` of some checkouts.
+`cases_sglang_copying/` such where HiCache's copies take time (`sglang_copies.py`), `cases_sglang_windowed/` such where
+a layer has a window and a pool of its own; longer ones lie in the folder `../shared/oracle/sglang` of some checkouts.
 """
 
 from pathlib import Path
@@ -12,6 +12,7 @@ from sglang_replay import differences, first_difference, read, replay
 
 CASES = sorted((Path(__file__).parent / "cases_sglang").glob("*.json.gz"))
 COPYING = sorted((Path(__file__).parent / "cases_sglang_copying").glob("*.json.gz"))
+WINDOWED = sorted((Path(__file__).parent / "cases_sglang_windowed").glob("*.json.gz"))
 SHARED = Path(__file__).resolve().parents[3] / "shared" / "oracle" / "sglang"
 ANSWERS = sorted((SHARED / "answers").glob("*.json"))
 
@@ -19,7 +20,7 @@ jumped_and_stepped = pytest.mark.parametrize("jump", [True, False], ids=["jumped
 
 
 @jumped_and_stepped
-@pytest.mark.parametrize("path", CASES, ids=lambda path: path.name.removesuffix(".json.gz"))
+@pytest.mark.parametrize("path", [*CASES, *WINDOWED], ids=lambda path: path.name.removesuffix(".json.gz"))
 def test_every_decision_is_sglangs_on_nasty_workloads(path: Path, jump: bool) -> None:
     answer = read(path)
     found = replay(answer, path.parent, jump=jump)
@@ -36,7 +37,7 @@ def test_every_decision_is_sglangs_where_copies_take_time(path: Path, jump: bool
 
 @pytest.mark.parametrize("seed", ["20121", "20155", "20180"])
 def test_the_books_of_both_pools_are_those_of_their_sequences(seed: str) -> None:
-    path = CASES[0].with_name(f"{seed}.json.gz")
+    path = WINDOWED[0].with_name(f"{seed}.json.gz")
     answer = read(path)
     assert differences(replay(answer, path.parent, jump=True, checked=True), answer) == []
 
@@ -62,10 +63,14 @@ def test_there_are_cases_of_every_kind() -> None:
     # Retracted while a token is in flight, and while none is; ended by a token that the scheduler did not expect.
     assert {answer["args"]["overlap"] for answer in answers if answer["preemptions"] > 3} == {False, True}
     assert {arg["overlap"] for arg in args if arg["declared"]} == {False, True}
-    # Layers with a window in a pool of their own; retracted for its sake, out of room alone; with a cache and without.
-    windowed = [answer for answer in answers if "window" in answer["args"]]
-    assert {arg["overlap"] for arg in (answer["args"] for answer in windowed)} == {False, True}
-    assert any(answer["preemptions"] > 3 for answer in windowed)
-    assert any("output" not in request for answer in windowed for request in answer["requests"].values())
     for total in ("hit_tokens", "rehit_tokens", "evicted_tokens", "loaded_tokens"):
         assert sum(answer[total] for answer in answers) > 300
+
+
+def test_there_are_windowed_cases_of_every_kind() -> None:
+    answers = [read(path) for path in WINDOWED]
+    for setting in ("overlap", "no_radix"):
+        assert {answer["args"][setting] for answer in answers} == {False, True}
+    # Retracted for the windows' sake; out of room alone.
+    assert any(answer["preemptions"] > 3 for answer in answers)
+    assert any("output" not in request for answer in answers for request in answer["requests"].values())
