@@ -22,6 +22,7 @@ from sim.results.schema import Backend
 from sim.results.sections import Machine
 from sim.results.series import SAMPLE_LIMIT, Series
 from sim.run.prepare import Setup
+from sim.systems.sglang.options import SglangOptions
 
 if TYPE_CHECKING:
     from sim.clock.autoscaled import Lifetime
@@ -166,8 +167,14 @@ def _engines(setups: list[Setup], table: TableSink | None, keep: Recording) -> l
 
 def _share(engines: list[EngineParts]) -> None:
     """Let engines that have not begun share the files of the first, where they are to."""
-    if engines[0].setup.policy.options(OffloadOptions).storage_shared:
-        from sim.kv.tiers.tiering import share_storage  # noqa: PLC0415 - few runs have files
+    options = engines[0].setup.policy.options
+    # Few runs have files.
+    if options(OffloadOptions).storage_shared:
+        from sim.kv.tiers.tiering import share_storage  # noqa: PLC0415
+
+        share_storage(parts.scheduler.memory for parts in engines)
+    if options(SglangOptions).hicache_storage_shared:
+        from sim.systems.sglang.storage import share_storage  # noqa: PLC0415
 
         share_storage(parts.scheduler.memory for parts in engines)
 

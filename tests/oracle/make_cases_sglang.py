@@ -2,7 +2,7 @@
 
     python make_cases_sglang.py PYTHON ORACLE                   # those that are stored, into `cases_sglang*`
     python make_cases_sglang.py PYTHON ORACLE FOLDER 0 1000     # seeds 0 to 999, for `python sglang_replay.py FOLDER`
-    python make_cases_sglang.py PYTHON ORACLE FOLDER 0 40 copying   # with copies that take time; or `windowed`
+    python make_cases_sglang.py PYTHON ORACLE FOLDER 0 40 copying   # with copies that take time; `windowed`, `storing`
 
 PYTHON is that of an environment with sglang 0.5.23, ORACLE as in `sglang_ask.py`. A seed gives the same case each time.
 """
@@ -24,6 +24,7 @@ COPYING = HERE / "cases_sglang_copying"
 COPYING_SEEDS = 102, 106, 109, 110, 115, 119, 125, 131, 139
 WINDOWED = HERE / "cases_sglang_windowed"
 WINDOWED_SEEDS = 20011, 20038, 20101, 20118, 20121, 20131, 20140, 20141, 20152, 20155, 20180, 20184
+STORING_SEEDS = 201, 222, 226, 230
 COSTS = (
     "0.005,4e-5,2e-9,0.02,2e-5,6e-7",
     # Every step as long: arrivals fall exactly on boundaries.
@@ -195,6 +196,34 @@ class Copying(Workload):
         return found
 
 
+class Storing(Copying):
+    """With storage behind the host."""
+
+    def arguments(self) -> list[str]:
+        found, choice = super().arguments(), self.dice.choice
+        extra = json.loads(found[found.index("--extra") + 1])
+        config = {
+            "prefetch_threshold": choice([1, 16, 16, 64]),
+            "prefetch_timeout_base": choice([0.0, 0.01, 1.0]),
+            "prefetch_timeout_per_ki_token": choice([0.0, 0.25]),
+        }
+        extra |= {
+            "hicache_storage_backend": "sim",
+            "hicache_storage_prefetch_policy": choice(["best_effort", "wait_complete", "timeout", "timeout"]),
+            "hicache_storage_prefetch_retry_poll_interval": choice([0, 1, 8]),
+            "hicache_storage_prefetch_retry_max_attempts": choice([0, 2, 8]),
+            "hicache_storage_backend_extra_config": json.dumps(config),
+        }
+        found[found.index("--extra") + 1] = json.dumps(extra)
+        found[found.index("--hicache-ratio") + 1] = str(choice([0.5, 1.0, 1.2]))
+        self.beyond |= {
+            "storage_latency_s": choice([1e-4, 2e-3, 0.03]),
+            "storage_read_s": choice([1e-6, 1e-4, 1e-3]),
+            "storage_write_s": choice([1e-6, 1e-4]),
+        }
+        return found
+
+
 def ask(python: str, oracle: str, folder: Path, seeds: list[int], kind: type[Workload] = Workload) -> None:
     """SGLang's answers to those seeds, compressed, into `folder`."""
     with tempfile.TemporaryDirectory() as made:
@@ -238,7 +267,7 @@ def ask(python: str, oracle: str, folder: Path, seeds: list[int], kind: type[Wor
             (folder / f"{seed:05}.json.gz").write_bytes(gzip.compress(data, mtime=0))
 
 
-KINDS = {"": Workload, "copying": Copying, "windowed": Windowed}
+KINDS = {"": Workload, "copying": Copying, "storing": Storing, "windowed": Windowed}
 
 
 def main() -> None:
@@ -251,6 +280,7 @@ def main() -> None:
         ask(python, oracle, CASES, list(SEEDS))
         ask(python, oracle, COPYING, list(COPYING_SEEDS), Copying)
         ask(python, oracle, WINDOWED, list(WINDOWED_SEEDS), Windowed)
+        ask(python, oracle, COPYING, list(STORING_SEEDS), Storing)
 
 
 if __name__ == "__main__":

@@ -3,9 +3,9 @@
     python sglang_ask.py ORACLE JOBS      # in an environment where sglang 0.5.23 is installed
 
 ORACLE is a script that drives SGLang's `Scheduler` over a virtual clock and writes an answer in the form that
-`sglang_replay.py` reads. JOBS has a line of JSON a workload: that script's arguments, and perhaps `--copy_s`, seconds
-that a token takes between GPU and host (`sglang_copies.py`; by default nothing). A line is printed for each: 0, or
-the status that the script ended with.
+`sglang_replay.py` reads. JOBS has a line of JSON a workload: that script's arguments, and perhaps, last, those of
+`sglang_copies.py`: `--copy_s`, seconds that a token takes between GPU and host, and what storage takes. A line is
+printed for each: 0, or the status that the script ended with.
 """
 
 import importlib.abc
@@ -97,9 +97,9 @@ def main() -> None:
             try:
                 if "--copy_s" in sys.argv:
                     place = sys.argv.index("--copy_s")
-                    _, copy_s = sys.argv[place : place + 2]
-                    del sys.argv[place : place + 2]
-                    sglang_copies.run(oracle, float(copy_s))
+                    names, values = sys.argv[place::2], map(float, sys.argv[place + 1 :: 2])
+                    del sys.argv[place:]
+                    sglang_copies.run(oracle, {name[2:]: value for name, value in zip(names, values, strict=True)})
                 else:
                     run(oracle)
             except BaseException:

@@ -3,8 +3,15 @@
 SGLang's cache, controller and acknowledgements stay its own. Replaced is what moves bytes (`L2TransferEngine`): a copy
 takes so long a token, on a lane each way. It waits for the batches launched before it (SGLang's fence). A batch
 waits for what it loads layer by layer. Where SGLang waits for a copy (written back), so does its clock.
+
+Storage (L3) is SGLang's own backend `sim`, which keeps keys alone. Its controller's three threads are run here, batch
+by batch, over the virtual clock; what they are asked, and what becomes of their answers, is SGLang's.
 """
 
+from collections import deque
+from collections.abc import Generator
+from importlib import import_module
+from math import inf
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,8 +24,8 @@ LOOP = "sch.metrics_reporter.start_scheduler_time_accounting()"
 class Copies:
     """The two lanes; `names` are the oracle's own variables."""
 
-    def __init__(self, names: dict[str, Any], copy_s: float) -> None:
-        self.names, self.copy_s = names, copy_s
+    def __init__(self, names: dict[str, Any], settings: dict[str, float]) -> None:
+        self.names, self.copy_s = names, settings["copy_s"]
         self.free_s = {"out": 0.0, "in": 0.0}
         self.load: tuple[float, float, float] | None = None
         scheduler = names["sch"]
@@ -29,6 +36,7 @@ class Copies:
         self.forward, self.idle = scheduler.tp_worker.forward_batch_generation, scheduler.on_idle
         scheduler.tp_worker.forward_batch_generation = self.computed
         scheduler.on_idle = self.idled
+        self.threads = Threads(names, settings) if "storage_latency_s" in settings else None
 
     def copied(self, transfers: list, way: str) -> tuple["Completion", float, float]:
         """A copy begins; what SGLang asks about it, when it begins, and for how long."""
@@ -58,8 +66,9 @@ class Copies:
         """With nothing to compute, the next thing to happen is a copy's end or an arrival."""
         self.idle()
         acks = [*self.controller.ack_write_queue[:1], *self.controller.ack_load_queue[:1]]
-        if acks:
-            ends = [ack.finish_event.end_s for ack in acks]
+        ends = [ack.finish_event.end_s for ack in acks]
+        ends += self.threads.next_times() if self.threads else []
+        if ends:
             trace, place = self.names["trace"], self.names["nxt"]
             ends += [trace[place][0]] if place < len(trace) else []
             self.names["t"] = max(self.names["t"], min(ends))
@@ -88,10 +97,136 @@ class Ended:
         self.names["t"] = max(self.names["t"], self.end_s)
 
 
-def run(oracle: str, copy_s: float) -> None:
+class Threads:
+    """Those of the controller that ask storage, read from it and write to it."""
+
+    def __init__(self, names: dict[str, Any], settings: dict[str, float]) -> None:
+        timers = import_module("sglang.srt.utils.poll_timer")
+        sglang = import_module("sglang.srt.managers.cache_controller")
+        self.batch_pages, self.Ack = sglang.STORAGE_BATCH_SIZE, sglang.PrefetchAck
+        self.names = names
+        self.latency_s, self.read_s, self.write_s = (
+            settings[f"storage_{name}_s"] for name in ("latency", "read", "write")
+        )
+        self.tree = names["sch"].tree_cache
+        self.controller = controller = self.tree.cache_controller
+        controller._stop_storage_threads()
+        self.page, self.keys = controller.page_size, controller.storage_backend._keys
+        # When what each thread does ends, what that is, and what it has yet to do.
+        self.ends_s: dict[str, float] = {"ask": inf, "read": inf, "write": inf}
+        self.doing: dict[str, Generator[float, None, None]] = {}
+        self.waiting: dict[str, deque] = {thread: deque() for thread in self.ends_s}
+        controller.prefetch_queue = Inbox(self, "ask", self.ask)
+        controller.prefetch_buffer = Inbox(self, "read", self.read)
+        controller.backup_queue = Inbox(self, "write", self.write)
+        for name in ("prefetch_hit_queue", "ack_prefetch_queue", "ack_backup_queue"):
+            setattr(controller, name, Outbox(self))
+        vars(timers)["time"] = Clock(names)
+        timers.PollTimer.elapsed = lambda timer: names["t"] - timer.started_at + 1e-9 if timer.running else 0.0
+
+    def next_times(self) -> list[float]:
+        ends = [end_s for end_s in self.ends_s.values() if end_s < inf]
+        for handle, wait in self.tree._storage_prefetch_wait.items():
+            if handle in self.tree.ongoing_prefetch and not wait.expired and wait.timer.running:
+                ends.append(wait.timer.started_at + wait.timeout_s)
+        return [end_s for end_s in ends if end_s > self.names["t"] + 1e-9]
+
+    def advance(self) -> None:
+        while True:
+            thread = min(self.ends_s, key=self.ends_s.__getitem__)
+            if self.ends_s[thread] > self.names["t"] + 1e-9:
+                return
+            seconds = next(self.doing[thread], None)
+            if seconds is None:
+                self.begin(thread, self.ends_s[thread])
+            else:
+                self.ends_s[thread] += seconds
+
+    def put(self, thread: str, job: Generator[float, None, None]) -> None:
+        self.waiting[thread].append((self.names["t"], job))
+        if self.ends_s[thread] == inf:
+            self.begin(thread, self.names["t"])
+
+    def begin(self, thread: str, at_s: float) -> None:
+        self.ends_s[thread] = inf
+        while self.waiting[thread]:
+            put_s, job = self.waiting[thread].popleft()
+            seconds = next(job, None)
+            if seconds is not None:
+                self.doing[thread], self.ends_s[thread] = job, max(at_s, put_s) + seconds
+                return
+
+    def ask(self, operation: Any) -> Generator[float, None, None]:
+        if not operation.assume_stored:
+            yield self.latency_s
+        hashes, tokens = [], 0
+        if not operation.is_terminated():
+            hashes, tokens = self.controller._storage_hit_query(operation)
+        operation.hash_value, operation.storage_hit_count = hashes[: tokens // self.page], tokens
+        self.controller.prefetch_hit_queue.put(operation)
+
+    def read(self, operation: Any) -> Generator[float, None, None]:
+        hashes, found, acks = operation.hash_value, 0, self.controller.ack_prefetch_queue
+        for begin in range(0, len(hashes), self.batch_pages):
+            if operation.is_terminated():
+                break
+            batch = hashes[begin : begin + self.batch_pages]
+            yield self.latency_s + len(batch) * self.page * self.read_s
+            found += len(batch)
+            acks.put(self.Ack(operation.request_id, operation, completed_tokens=found * self.page))
+        acks.put(self.Ack(operation.request_id, operation, completed_req=True))
+
+    def write(self, operation: Any) -> Generator[float, None, None]:
+        hashes = operation.hash_value
+        for begin in range(0, len(hashes), self.batch_pages):
+            batch = hashes[begin : begin + self.batch_pages]
+            yield self.latency_s + sum(key not in self.keys for key in batch) * self.page * self.write_s
+            self.keys.update(batch)
+        self.controller.ack_backup_queue.put(operation)
+
+
+class Inbox:
+    """What a thread is to do."""
+
+    def __init__(self, threads: Threads, thread: str, job: Any) -> None:
+        self.threads, self.thread, self.job = threads, thread, job
+
+    def put(self, operation: Any) -> None:
+        self.threads.advance()
+        self.threads.put(self.thread, self.job(operation))
+
+
+class Outbox:
+    """What threads have done by now."""
+
+    def __init__(self, threads: Threads) -> None:
+        self.threads, self.items = threads, deque()
+
+    def qsize(self) -> int:
+        self.threads.advance()
+        return len(self.items)
+
+    def put(self, item: Any) -> None:
+        self.items.append(item)
+
+    def get(self) -> Any:
+        return self.items.popleft()
+
+
+class Clock:
+    """What SGLang takes for the module `time`."""
+
+    def __init__(self, names: dict[str, Any]) -> None:
+        self.names = names
+
+    def perf_counter(self) -> float:
+        return self.names["t"]
+
+
+def run(oracle: str, settings: dict[str, float]) -> None:
     """Run the script `oracle`, which reads its own arguments."""
     text = Path(oracle).read_text(encoding="utf-8")
     assert text.count(LOOP) == 1, "another oracle"
     names: dict[str, Any] = {"__name__": "__main__", "__file__": oracle}
-    names["copies_take_time"] = lambda: Copies(names, copy_s)
+    names["copies_take_time"] = lambda: Copies(names, settings)
     exec(compile(text.replace(LOOP, f"copies_take_time(); {LOOP}"), oracle, "exec"), names)

@@ -33,6 +33,9 @@ EXTRA = ("prefill_max_requests", "disable_priority_preemption", "retraction_poli
 TOTALS = ("iterations", "preemptions", "hit_tokens", "rehit_tokens", "evicted_tokens", "loaded_tokens")
 
 
+PAGE_BYTES = 1e6
+
+
 @dataclass
 class Replay:
     """What came of it."""
@@ -60,6 +63,7 @@ def replay(answer: dict, folder: Path, *, jump: bool, checked: bool = False) -> 
     args = answer["args"]
     options = {ours: args[theirs] for theirs, ours in OPTIONS.items()}
     extra = json.loads(args["extra"])
+    options |= _storage_options(args, extra)
     options |= {name: extra.pop(name) for name in EXTRA if name in extra and extra[name] is not None}
     assert not extra, extra
     if args["hicache"]:
@@ -74,7 +78,7 @@ def replay(answer: dict, folder: Path, *, jump: bool, checked: bool = False) -> 
         num_gpu_blocks=args["pool"] // args["page"],
         num_cpu_blocks=0,
         block_size=args["page"],
-        block_bytes=1.0,
+        block_bytes=PAGE_BYTES,
         max_model_len=args["context"],
         max_num_seqs=args["max_running"],
         max_num_batched_tokens=args["chunk"] if args["chunk"] > 0 else args["context"],
@@ -91,7 +95,7 @@ def replay(answer: dict, folder: Path, *, jump: bool, checked: bool = False) -> 
     costs = tuple(map(float, args["cost"].split(",")))
     # By default SGLang's copies were free, and over at once.
     copy_s = args.get("copy_s", 0.0) * args["page"]
-    machine = engines.linear_machine(prefill=costs[:3], decode=costs[3:], swap_s_per_block=copy_s)
+    machine = engines.linear_machine(PAGE_BYTES, prefill=costs[:3], decode=costs[3:], swap_s_per_block=copy_s)
     found = Replay()
 
     def listen(scheduler):
@@ -122,6 +126,18 @@ def replay(answer: dict, folder: Path, *, jump: bool, checked: bool = False) -> 
         "evicted_tokens": memory.num_evicted * memory.block_size,
         "loaded_tokens": memory.tree.num_loaded * memory.block_size,
     }
+    return found
+
+
+def _storage_options(args: dict, extra: dict) -> dict:
+    """Of HiCache's storage, taken out of `extra`."""
+    config = json.loads(extra.pop("hicache_storage_backend_extra_config", "{}"))
+    found = {f"hicache_storage_{name}": value for name, value in config.items()}
+    found |= {name: extra.pop(name) for name in list(extra) if name.startswith("hicache_storage")}
+    if found:
+        for way in ("read", "write"):
+            found[f"hicache_storage_{way}_gb_per_s"] = PAGE_BYTES / (args[f"storage_{way}_s"] * args["page"]) / 1e9
+        found["hicache_storage_latency_us"] = args["storage_latency_s"] * 1e6
     return found
 
 

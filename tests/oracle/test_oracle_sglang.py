@@ -1,8 +1,9 @@
 """Our `sglang` against SGLang 0.5.23's own scheduler: decisions, times to 1e-6 s, hits, evictions, loads.
 
 `cases_sglang/` holds its answers on small random workloads (`make_cases_sglang.py`, `sglang_ask.py`), and
-`cases_sglang_copying/` such where HiCache's copies take time (`sglang_copies.py`), `cases_sglang_windowed/` such where
-a layer has a window and a pool of its own; longer ones lie in the folder `../shared/oracle/sglang` of some checkouts.
+`cases_sglang_copying/` such where HiCache's copies take time (`sglang_copies.py`), some with storage,
+`cases_sglang_windowed/` such where a layer has a window and a pool of its own; longer ones lie in the folder
+`../shared/oracle/sglang` of some checkouts.
 """
 
 from pathlib import Path

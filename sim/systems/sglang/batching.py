@@ -141,12 +141,12 @@ class ExtendFirst(Batching):
     # -- a step ------------------------------------------------------------------------------------------------------
 
     def fill(self, plan: IterationPlan, now_s: float) -> None:
-        self.tree.begin_step()
+        self.tree.begin_step(now_s)
         self._merge()
         while not self._prefill(plan, now_s):
             if self.running:
                 self._decode(plan)
-            elif self.scheduler.in_flight or self.tree.tree.is_copying:
+            elif self.scheduler.in_flight or self.tree.is_copying:
                 pass
             elif self.queue.waiting or self.chunked is not None:
                 if self._windows:
@@ -156,7 +156,10 @@ class ExtendFirst(Batching):
                 self.ratio = self._first_ratio
             break
         self.eviction.requeue_victims()
+        self.tree.ask_for_entered()
         if not self._rows:
+            # Copies begin alone, in no time, and it is asked again.
+            self.tree.is_asked_again = bool(self.scheduler.beside) and not self.scheduler.in_flight
             return
         self.tree.plan_copies(plan)
         if self.schedules_ahead:
@@ -167,7 +170,7 @@ class ExtendFirst(Batching):
         plan.cut_on_arrival = self._asks_every_step or not self.is_full
         # What the last step prefilled enters the tree when that has ended.
         settles = plan.chunks or self.scheduler.last_in_flight or any(self._to_settle) or self.chunked is not None
-        if not settles and not (waits and plan.cut_on_arrival):
+        if not settles and not (waits and (plan.cut_on_arrival or self.tree.counts_passes)):
             self.scheduler.allow_jump(plan)
 
     def all_idle(self) -> None:
@@ -236,20 +239,23 @@ class ExtendFirst(Batching):
             if seq.num_computed + chunk == seq.num_tokens:
                 self.chunked = None
         most = self.settings.prefill_max_requests
-        while queue.waiting:
+        place = 0
+        while place < len(queue):
             if now.verdict() is Verdict.STOP:
                 break
-            seq = queue.head()
+            seq = queue.at(place)
             if len(now.chunks) >= self._seats_left(now.num_continued):
                 self.is_full = True
             if self.is_full and not (self.preempts and self._preempt_for(seq, now, plan)):
                 break
-            memory.look_up(seq)
+            if not memory.look_up_next(seq):
+                place += 1
+                continue
             if most and len(now.chunks) >= most:
                 break
             verdict, chunk = now.admit(seq)
             if chunk:
-                queue.pop()
+                queue.pop(place)
                 seq.output_tokens = max(1, min(seq.request.output_tokens, self.max_new_tokens(seq)))
                 self.scheduler.start(seq, now_s, placed=True)
                 plan.add_chunk(seq, chunk, ADMITTED)

@@ -79,6 +79,10 @@ class TreeMemory(Memory):
         size, pages = limits.block_size, limits.num_gpu_blocks
         host_pages = int(pages * size * options.hicache_ratio) // size + 1 if options.enable_hierarchical_cache else 0
         self.tree = self._new_tree(options, host_pages)
+        self.entered: list[Sequence] | None = None
+        """Requests that have entered the queue since it was last looked at, where memory wants to know."""
+        self.is_asked_again = False
+        """Whether the next step is none of SGLang's: what it had to do was done by the last one, but for copies."""
         self.tier = TierCounters(num_blocks=host_pages)
         self._num_loading = 0
         """Pages that the step being planned brings to the GPU."""
@@ -152,6 +156,14 @@ class TreeMemory(Memory):
         self.search(seq, seq.num_tokens - 1)
         self._held[seq].known_tokens = seq.num_tokens
 
+    def look_up_next(self, seq: Sequence) -> bool:
+        """Look `seq` up to admit it; False: it waits for something else than room, and others may pass."""
+        self.look_up(seq)
+        return True
+
+    def ask_for_entered(self) -> None:
+        """Requests have entered the queue."""
+
     def touch(self, seq: Sequence) -> None:
         """What it would hit counts as used; when it was looked up last stays as it was."""
         held = self.held(seq)
@@ -217,7 +229,17 @@ class TreeMemory(Memory):
 
     # -- copies --------------------------------------------------------------------------------------------------------
 
-    def begin_step(self) -> None:
+    @property
+    def is_copying(self) -> bool:
+        """Whether any copy is under way, or about to begin."""
+        return self.tree.is_copying
+
+    @property
+    def counts_passes(self) -> bool:
+        """Whether what those that wait do depends on how many steps go by."""
+        return False
+
+    def begin_step(self, now_s: float) -> None:
         """See what copies have ended, and begin those that are due (`check_hicache_events`).
 
         A copy to the host waits for the steps launched before: it begins with the one being planned.

@@ -4,10 +4,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 from sim.errors import UserError
-from sim.parts.options import CheckedOptions, Only, option
+from sim.kv.tiers.drive import Drive
+from sim.parts.options import MOST_GIB, CheckedOptions, Only, option
 
 PRIORITIES = Only("enable_priority_scheduling")
 HICACHE = Only("enable_hierarchical_cache")
+STORES = Only("hicache_storage_backend")
+GIB = 1 << 30
 MOST_TOKENS = 1 << 40
 """And most of other numbers."""
 SLIDE_TOKENS = 128
@@ -76,6 +79,57 @@ class SglangOptions(CheckedOptions):
     hicache_write_policy: Literal["write_through", "write_through_selective", "write_back"] = option(
         "write_through", "when a node of the tree is copied to the host", only=HICACHE
     )
+    hicache_storage_backend: Literal["file", "mooncake", "hf3fs", "nixl", "aibrix", "eic", "simm", "sim"] | None = (
+        option(None, "storage behind the host; they differ by the bandwidths and the latency below alone", only=HICACHE)
+    )
+    hicache_storage_prefetch_policy: Literal["best_effort", "wait_complete", "timeout"] = option(
+        "timeout", "how long an admission waits for what storage has of its prompt", only=STORES
+    )
+    hicache_storage_prefetch_threshold: int = option(
+        256,
+        "tokens below which storage is not asked, and a hit there is not read",
+        within=(1, MOST_TOKENS),
+        only=STORES,
+    )
+    hicache_storage_prefetch_timeout_base: float = option(
+        1.0, "seconds that policy timeout waits", within=(0.0, 1e9), only=STORES
+    )
+    hicache_storage_prefetch_timeout_per_ki_token: float = option(
+        0.25, "seconds that it waits longer for every 1,024 tokens asked for", within=(0.0, 1e9), only=STORES
+    )
+    hicache_storage_prefetch_retry_poll_interval: int = option(
+        8, "steps after which a request that found nothing asks again; 0: never", within=(0, MOST_TOKENS), only=STORES
+    )
+    hicache_storage_prefetch_retry_max_attempts: int = option(
+        8, "times that a request asks again", within=(0, MOST_TOKENS), only=STORES
+    )
+    hicache_storage_space: float | None = option(
+        None, "GiB of storage (default: as many as are written)", within=(0.0, MOST_GIB), only=STORES
+    )
+    hicache_storage_shared: bool = option(False, "replicas share it, each at the bandwidths below", only=STORES)
+    hicache_storage_read_gb_per_s: float = option(
+        5.0, "bandwidth from storage to the host, GB/s", within=(1e-3, 1e6), only=STORES
+    )
+    hicache_storage_write_gb_per_s: float = option(
+        3.0, "bandwidth from the host to storage, GB/s", within=(1e-3, 1e6), only=STORES
+    )
+    hicache_storage_latency_us: float = option(
+        100.0, "time before each answer and each batch of pages, us", within=(0.0, 1e12), only=STORES
+    )
+
+    def num_stored_pages(self, page_bytes: float) -> int | None:
+        """Pages that storage holds, of `page_bytes` on all GPUs together; None: as many as are written."""
+        space = self.hicache_storage_space
+        return None if space is None else int(space * GIB / page_bytes)
+
+    def drive(self, page_bytes: float) -> Drive:
+        """What reads and writes of such pages take."""
+        return Drive(
+            page_bytes,
+            read_bytes_per_s=self.hicache_storage_read_gb_per_s * 1e9,
+            write_bytes_per_s=self.hicache_storage_write_gb_per_s * 1e9,
+            latency_s=self.hicache_storage_latency_us / 1e6,
+        )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -97,3 +151,5 @@ class SglangOptions(CheckedOptions):
             )
         if self.enable_hierarchical_cache and self.disable_radix_cache:
             raise UserError("sglang enable-hierarchical-cache: keeps the radix tree; leave disable-radix-cache out")
+        if self.hicache_storage_backend is not None and not self.enable_hierarchical_cache:
+            raise UserError("sglang hicache-storage-backend: is behind the host; give enable-hierarchical-cache, too")

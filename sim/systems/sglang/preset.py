@@ -2,8 +2,8 @@
 
 `tests/oracle/test_oracle_sglang.py` holds it to SGLang's own scheduler. From its code: batches and admission
 (`batching`, `prefill_pass`), the queue (`queue`), the radix tree, its evictions and HiCache's host tier (`tree`,
-`memory`), the pool of layers with a window (`window_tree`, `window_memory`). The paper's system (Zheng et al., arXiv
-2312.07104) is `radix`.
+`memory`), its storage (`storage`), the pool of layers with a window (`window_tree`, `window_memory`). The paper's
+system (Zheng et al., arXiv 2312.07104) is `radix`.
 
 Assumed:
 - Requests ask for as many tokens as they generate (`max-new-tokens` says otherwise: then they end by a stop token).
@@ -14,7 +14,10 @@ Assumed:
   with 0 s a block) have free ones, over at once.
 - What is written back is waited for, by the host as well. In SGLang the tokens of the step in flight are told after
   that (here: when they are computed), and what a step loads may come meanwhile (here: after it).
-- Storage behind the host (L3) and layers that keep a state have no tree here, HiCache none of layers with a window.
+- Storage behind the host (L3, `storage`) takes the times of SGLang's backend `sim`; what it has already is not written
+  again. A request that found nothing there asks again after so many steps; while nothing runs, after so many events.
+- A host that only stages for storage (`buffer_only`) is not simulated. Layers that keep a state have no tree here,
+  HiCache none of layers with a window.
 - A request that finds no room alone in the pool of layers with a window is ignored; SGLang waits for ever.
 - A rank of `enable-dp-attention` decides as its scheduler does. The controller knows what the ranks have of each 20 ms;
   there each rank's last report, which may be older.

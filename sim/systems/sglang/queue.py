@@ -68,6 +68,8 @@ class SglangQueue(Order):
         self._queue.append(seq)
         self._num_entered += 1
         self._entered[seq] = self._num_entered
+        if self._memory.entered is not None:
+            self._memory.entered.append(seq)
 
     def put_back(self, seqs: list[Sequence]) -> None:
         for seq in seqs:
@@ -123,8 +125,12 @@ class SglangQueue(Order):
     def head(self) -> Sequence:
         return self._queue[0]
 
-    def pop(self) -> Sequence:
-        return self._queue.pop(0)
+    def at(self, place: int) -> Sequence:
+        """The one behind `place` others."""
+        return self._queue[place]
+
+    def pop(self, place: int = 0) -> Sequence:
+        return self._queue.pop(place)
 
     def remove(self, seq: Sequence) -> bool:
         if seq not in self._queue:

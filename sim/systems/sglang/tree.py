@@ -30,7 +30,7 @@ class Node:
 
     __slots__ = (
         "children", "created", "hits", "host_lock", "keys", "loading", "lock", "on_gpu", "on_host", "parent", "pin",
-        "priority", "used",
+        "priority", "used", "writing",
     )  # fmt: skip
 
     def __init__(self, parent: "Node | None", keys: tuple[int, ...], used: float) -> None:
@@ -41,6 +41,8 @@ class Node:
         self.used = self.created = used
         self.pin: int | None = None
         self.loading: Node | None = None
+        self.writing: Node | None = None
+        """While it is copied to the host: the node that this began with, of which it may be the beginning."""
 
 
 class Match(NamedTuple):
@@ -102,6 +104,8 @@ class PrefixTree:
         self._loads: list[tuple[Node, int]] = []
         # Of the step in flight.
         self._loading: list[tuple[Node, int]] = []
+        self.when_written: Callable[[Node], None] | None = None
+        """Hears of each node whose copy to the host has ended."""
         # Nodes whose copies to the host are yet to begin, and of how many pages; they stay on the GPU until `written`.
         self._to_write: list[Node] = []
         self._pages_to_write = 0
@@ -157,6 +161,7 @@ class PrefixTree:
         head.lock, head.host_lock, head.loading = child.lock, child.host_lock, child.loading
         head.on_gpu, head.on_host = child.on_gpu, child.on_host
         head.pin, child.pin = child.pin, None
+        head.writing = child.writing
         parent.children[head.keys[0]] = head
         child.parent, child.keys = head, child.keys[length:]
         head.children[child.keys[0]] = child
@@ -302,6 +307,8 @@ class PrefixTree:
         if not self.writes_back:
             return self._delete(node)
         if self._write(node):
+            if self.when_written is not None:
+                self.when_written(node)
             self._note_copy(node)
             return self._demote(node)
         return self._drop(node)
@@ -362,7 +369,7 @@ class PrefixTree:
         if node.on_host:
             return True
         lacking = len(node.keys) - self.host_unused
-        if lacking > 0 and self._evict_host(lacking) < lacking:
+        if lacking > 0 and self.evict_host(lacking) < lacking:
             return False
         self.host_unused -= len(node.keys)
         self.num_written += len(node.keys)
@@ -371,6 +378,7 @@ class PrefixTree:
             self.num_written_back += len(node.keys)
         else:
             self.lock(node)
+            node.writing = node
             self._to_write.append(node)
             # It may be split before the copy begins.
             self._pages_to_write += len(node.keys)
@@ -388,6 +396,14 @@ class PrefixTree:
         self._num_writing -= len(nodes)
         for node in nodes:
             self.unlock(node)
+            parts, part = [], node
+            while part.writing is node:
+                part.writing = None
+                parts.append(part)
+                part = _parent(part)
+            for part in reversed(parts if self.when_written else ()):
+                assert self.when_written is not None
+                self.when_written(part)
 
     @property
     def is_copying(self) -> bool:
@@ -400,7 +416,7 @@ class PrefixTree:
         else:
             self._copies.pop(node, None)
 
-    def _evict_host(self, pages: int) -> int:
+    def evict_host(self, pages: int) -> int:
         """Free so many pages of the host: written back, of what the GPU has too; then whole leaves."""
         freed = self._give_up_copies(pages) if self.writes_back else 0
         for node in self._by_rank(self._host_leaves) if freed < pages else ():
@@ -431,6 +447,45 @@ class PrefixTree:
         for node in gone:
             self._copies.pop(node, None)
         return freed
+
+    def insert_on_host(self, anchor: Node, keys: Keys) -> int | None:
+        """Pages after `anchor` have come to the host from storage; returns how many of them were there.
+
+        None: the host has lost what `anchor` has, and they are of no use.
+        """
+        anchor.used = self._tick()
+        node, depth, length, present = anchor, 0, len(keys), 0
+        while depth < length and (child := node.children.get(keys[depth])) is not None:
+            child.used = self._tick()
+            shared = _shared(child.keys, keys, depth, length)
+            if shared < len(child.keys):
+                child = self._split(child, shared)
+            if child.on_host or self.writes_back:
+                present += shared
+            else:
+                child.on_host = True
+                self._note_leaf(child)
+                self._note_leaf(node)
+                self._note_copy(child)
+            depth += shared
+            node = child
+        if depth < length:
+            if node is not self.root and not node.on_host and not self.writes_back:
+                return None
+            leaf = Node(node, tuple(keys[depth:length]), self._tick())
+            leaf.priority, leaf.on_host = node.priority, True
+            node.children[leaf.keys[0]] = leaf
+            self._note_leaf(leaf)
+            self._note_leaf(node)
+        return present
+
+    def keys_of(self, node: Node) -> tuple[int, ...]:
+        """Of all pages from the first on, to the end of `node`."""
+        found: list[tuple[int, ...]] = []
+        while node is not self.root:
+            found.append(node.keys)
+            node = _parent(node)
+        return tuple(key for keys in reversed(found) for key in keys)
 
     def nodes_to_load(self, node: Node) -> list[Node]:
         """Those that lead to `node` and are on the host alone, the last first."""

@@ -49,9 +49,13 @@ class WindowTreeMemory(TreeMemory):
 
     @classmethod
     def build(cls, b: "Builder") -> Memory:
-        """Of a model with one pool, `TreeMemory`."""
+        """Of a model with one pool, `TreeMemory`, perhaps with storage behind it."""
         if b.limits.window is None or b.limits.window.own_blocks is None:
-            return TreeMemory.build(b)
+            if b.options(SglangOptions).hicache_storage_backend is None:
+                return TreeMemory.build(b)
+            from sim.systems.sglang.storage import StoredTreeMemory  # noqa: PLC0415 - few runs have any
+
+            return StoredTreeMemory.build(b)
         return cls(b.limits, b.options(SglangOptions), cls.copies(b), schedules_ahead=b.policy.schedules_ahead)
 
     def __init__(
