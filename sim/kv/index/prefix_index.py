@@ -189,7 +189,8 @@ class PrefixIndex(Evicts):
         # What computes the same content may be on its way there.
         self._publish_growing(self.root, before)
         for run in list(holding.runs):
-            self._publish_growing(run.node, before)
+            if run.node.growing:
+                self._publish_growing(run.node, before)
         while holding.num_blocks < end:
             self._publish_growing(self._end_of(holding), before)
             last = holding.runs[-1] if holding.runs else None
