@@ -25,7 +25,7 @@ from matplotlib.ticker import (
     NullLocator,
     StrMethodFormatter,
 )
-from pinned import digest, five
+from pinned import digest, rounded
 
 
 def picture(figure: Figure) -> list[str]:
@@ -128,5 +128,5 @@ def short(values: Any) -> str:
     if isinstance(values, np.ma.MaskedArray):
         values = values.filled(np.nan)
     found = np.asarray(values).tolist() if not isinstance(values, list) else values
-    text = json.dumps(five(found)).replace('"', "")
-    return text if len(text) <= 90 else f"[{len(found)}] {digest(five(found))}"
+    text = json.dumps(rounded(found, 5)).replace('"', "")
+    return text if len(text) <= 90 else f"[{len(found)}] {digest(rounded(found, 5))}"

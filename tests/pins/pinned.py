@@ -78,30 +78,13 @@ def read(path: Path = PINS) -> dict[str, str]:
 # -- texts -------------------------------------------------------------------------------------------------------------
 
 
-def rounded(value: object) -> object:
-    """With eight digits of every number, and 0 for what rounding leaves."""
-    match value:
-        case float():
-            return f"{value:.8g}" if abs(value) >= 1e-9 else "0"
-        case dict():
-            return {str(name): rounded(item) for name, item in value.items()}
-        case list() | tuple():
-            return [rounded(item) for item in value]
-        case _:
-            return value
-
-
-def five(value: object) -> object:
-    """With five digits of each number."""
-    match value:
-        case dict():
-            return {name: five(item) for name, item in value.items()}
-        case list() | tuple():
-            return [five(item) for item in value]
-        case float():
-            return f"{value:.5g}" if abs(value) > 1e-9 else "0"
-        case _:
-            return value
+def rounded(value: object, digits: int = 8) -> object:
+    """With so many digits of every number, and 0 for what rounding leaves."""
+    if isinstance(value, float):
+        return f"{value:.{digits}g}" if abs(value) >= 1e-9 else "0"
+    if isinstance(value, dict):
+        return {str(name): rounded(item, digits) for name, item in value.items()}
+    return [rounded(item, digits) for item in value] if isinstance(value, list | tuple) else value
 
 
 def lines_of(value: object, name: str = "") -> Iterator[str]:

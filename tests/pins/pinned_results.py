@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 from msgspec import UNSET, structs
 from pictures import picture
-from pinned import Answers, Table, five, lines_of, rounded
+from pinned import Answers, Table, lines_of, rounded
 from small_results import LATENCIES, counts, lanes, scenario, small_result
 
 from sim.results.comparison import comparison_lines, markdown_lines
@@ -241,7 +241,7 @@ def charts_of(place: int) -> Iterator[str]:
     """Those of a page."""
     for chart in charts(runs_of(place)):
         yield f"chart {chart.name} {chart.title!r} {chart.caption!r}"
-        yield from (repr(chart.columns), *map(repr, chart.rows), *lines_of(five([chart.data, chart.layout])))
+        yield from (repr(chart.columns), *map(repr, chart.rows), *lines_of(rounded([chart.data, chart.layout], 5)))
 
 
 KINDS = {"said": (SAID, told_of), "charts": (CHARTS, charts_of), "pictures": (PICTURES, pictures_of)}

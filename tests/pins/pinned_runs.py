@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
-from pinned import L20, Answers, Table, five, lines_of
+from pinned import L20, Answers, Table, lines_of, rounded
 
 import kvtwin
 from sim.results.page.charts import charts
@@ -160,7 +160,7 @@ def drawn(folder: Path) -> Iterator[str]:
     for section in read_sections([folder]):
         for chart in charts(section.runs):
             yield from (f"{chart.name} {chart.title!r} {chart.caption!r}", repr(chart.columns), *map(repr, chart.rows))
-            yield from lines_of(five([chart.data, chart.layout]))
+            yield from lines_of(rounded([chart.data, chart.layout], 5))
 
 
 def ask(name: str) -> Answers:

@@ -7,7 +7,7 @@ from runtime_mistakes import LESS_RESTORED, failing_copies, misled, running_out
 from runtime_turns import converse
 from runtime_variants import policy_of
 from test_runtime_host_tier import ROWS, spread, turns
-from test_runtime_saved_states import SPLITS, STATE
+from test_runtime_saved_states import SPLIT, SPLITS, STATE, check_host_memory
 
 from gpu_runtime.device import TorchDevice
 from gpu_runtime.kv.block_ids import BlockIds
@@ -15,7 +15,7 @@ from gpu_runtime.kv.replay.turn_placement import StateBlocks, TurnPlacement
 from gpu_runtime.layers.saved_states import TurnStates
 from gpu_runtime.model.decoder import Decoder, DecoderLayer
 from kvtwin.testing import live, requests
-from kvtwin.testing.live import ALIKE, BLOCK_SIZE, SMALL, CheckedDevice, alike, tight_limits
+from kvtwin.testing.live import ALIKE, BLOCK_SIZE, alike, tight_limits
 from sim.cost.restoring import LayerSplit, state_share
 from sim.engine.changes import Load, Place, Restore, Store
 from sim.engine.plan import IterationPlan
@@ -27,7 +27,6 @@ from traces.request import Request
 
 TURNS = "hcache:keeps=turns"
 MIXES = [TURNS, "sarathi:memory=tiered-states", "vllm-v1:memory=tiered-states"]
-SPLIT = LayerSplit(1, 2, 1)
 
 
 def split_so(patch, split):
@@ -95,19 +94,7 @@ def test_the_next_turn_is_made_from_what_was_really_said(monkeypatch, variant, s
 
 @pytest.mark.parametrize("split", [SPLITS[1], SPLITS[5]], ids=str)
 def test_states_take_the_host_memory_that_was_given(monkeypatch, split):
-    sizes = []
-
-    class Measured(CheckedDevice):
-        def close(self):
-            states = self.memory.states
-            sizes.append(states._inputs.data.nbytes + states._kv.data.nbytes)
-            super().close()
-            sizes.append(states._inputs.data.nbytes + states._kv.data.nbytes)
-
-    serve(monkeypatch, split, gpu=20, host=60, kind=Measured)
-    given = 60 * SMALL.num_layers * STATE.kv_block
-    assert given - SMALL.num_layers * STATE.kv_block < sizes[0] <= given
-    assert sizes[1] == 0
+    check_host_memory(lambda kind: serve(monkeypatch, split, gpu=20, host=60, kind=kind))
 
 
 # -- a wrong plan ------------------------------------------------------------------------------------------------------
