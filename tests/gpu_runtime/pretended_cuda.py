@@ -8,8 +8,9 @@ import ctypes
 import random
 import threading
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 from weakref import ref
@@ -21,7 +22,6 @@ from pretended_streams import Event, Graph, Stream, WatchedFlag, WatchedQueue, W
 from pretended_tensors import DEVICE, OnDevice, elements, whole
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves, tree_map
 
 from gpu_runtime.kv import batched_copies, copy_worker, page_locked
 from gpu_runtime.model import backend
@@ -39,10 +39,41 @@ INDEXING = {
 """Operations that touch of their first argument what an index names, and whether that is along one dimension."""
 
 
+def leaves_of(value: Any) -> list[Any]:
+    """What is in tuples, lists and dictionaries, in less time than torch's own trees take."""
+    if isinstance(value, dict):
+        value = tuple(value.values())
+    return [leaf for item in value for leaf in leaves_of(item)] if isinstance(value, tuple | list) else [value]
+
+
+def changed(value: Any, change: Callable[[Any], Any]) -> Any:
+    """The same with other leaves."""
+    if isinstance(value, dict):
+        return {name: changed(item, change) for name, item in value.items()}
+    return type(value)([changed(item, change) for item in value]) if isinstance(value, tuple | list) else change(value)
+
+
+def inner_of(leaf: Any) -> Any:
+    """The values of a tensor on the device."""
+    return leaf.inner if isinstance(leaf, OnDevice) else leaf
+
+
+@cache
+def written_by(func: Any) -> list[tuple[int, str]]:
+    """Which of its arguments an operation writes: place and name."""
+    arguments = enumerate(func._schema.arguments)
+    return [(i, one.name) for i, one in arguments if one.alias_info is not None and one.alias_info.is_write]
+
+
 class Machine(TorchDispatchMode):
     """The device, and the torch that drives it. Entered once in each thread."""
 
     device = DEVICE
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """No: nothing is compiled here, and each operation would pass dynamo, which takes seconds to import."""
+        return False
 
     def __init__(self, order: Order, seed: int = 0) -> None:
         super().__init__()
@@ -156,7 +187,7 @@ class Machine(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
-        leaves = tree_leaves((args, kwargs))
+        leaves = leaves_of((args, kwargs))
         given = [leaf for leaf in leaves if isinstance(leaf, OnDevice)]
         wanted = kwargs.pop("device", None)
         pinned = kwargs.pop("pin_memory", None)
@@ -181,18 +212,9 @@ class Machine(TorchDispatchMode):
         return self._launched(func, args, kwargs, given)
 
     def _launched(self, func: Any, args: Any, kwargs: Any, given: list[OnDevice]) -> Any:
-        plain = tree_map(lambda leaf: leaf.inner if isinstance(leaf, OnDevice) else leaf, (args, kwargs))
-        written = [
-            leaf
-            for argument, value in zip(func._schema.arguments, args, strict=False)
-            if argument.alias_info is not None and argument.alias_info.is_write
-            for leaf in tree_leaves(value)
-        ]
-        written += [
-            kwargs[argument.name]
-            for argument in func._schema.arguments
-            if argument.alias_info is not None and argument.alias_info.is_write and argument.name in kwargs
-        ]
+        plain = changed((args, kwargs), inner_of)
+        written = [leaf for place, _ in written_by(func) if place < len(args) for leaf in leaves_of(args[place])]
+        written += [kwargs[name] for _, name in written_by(func) if name in kwargs]
         known = {tensor.inner.untyped_storage().data_ptr(): tensor.memory for tensor in given}
         outputs: list[Tensor] = []
 
@@ -208,17 +230,17 @@ class Machine(TorchDispatchMode):
 
         work = Work(str(func), lambda: func(*plain[0], **plain[1]), places)
         found = work.run()
-        made = [leaf for leaf in tree_leaves(found) if isinstance(leaf, Tensor)]
+        made = [leaf for leaf in leaves_of(found) if isinstance(leaf, Tensor)]
         if made and not written and all(is_view(out) for out in made):
             # Nothing is computed.
-            return tree_map(
-                lambda out: OnDevice(out, known[out.untyped_storage().data_ptr()]) if isinstance(out, Tensor) else out,
+            return changed(
                 found,
+                lambda out: OnDevice(out, known[out.untyped_storage().data_ptr()]) if isinstance(out, Tensor) else out,
             )
-        wrapped = tree_map(lambda out: self.fresh(out) if isinstance(out, Tensor) and not is_view(out) else out, found)
-        outputs += [out for out in tree_leaves(wrapped) if isinstance(out, OnDevice)]
+        wrapped = changed(found, lambda out: self.fresh(out) if isinstance(out, Tensor) and not is_view(out) else out)
+        outputs += [out for out in leaves_of(wrapped) if isinstance(out, OnDevice)]
         work.keep = [
-            (out, place) for place, out in enumerate(tree_leaves(found)) if isinstance(out, Tensor) and not is_view(out)
+            (out, place) for place, out in enumerate(leaves_of(found)) if isinstance(out, Tensor) and not is_view(out)
         ]
         # Its outputs are there already.
         self._take(work)
@@ -230,7 +252,7 @@ class Machine(TorchDispatchMode):
             return whole(tensor.inner)
         inner = tensor.inner
         at = torch.from_numpy(elements(tuple(inner.shape), inner.stride(), inner.storage_offset()))
-        index = tree_map(lambda leaf: leaf.inner if isinstance(leaf, OnDevice) else leaf, args)
+        index = changed(args, inner_of)
         found = at.index_select(*index[1:3]) if INDEXING[func] else aten.index.Tensor(at, index[1])
         return found.numpy() * inner.element_size() // GRANULE
 
@@ -248,11 +270,7 @@ class Machine(TorchDispatchMode):
         pinned = [leaf for leaf in leaves if isinstance(leaf, Tensor) and self.host_memory(leaf) is not None]
         if not pinned:
             return
-        writes = {
-            id(value)
-            for argument, value in zip(func._schema.arguments, args, strict=False)
-            if argument.alias_info is not None and argument.alias_info.is_write
-        }
+        writes = {id(args[place]) for place, _ in written_by(func) if place < len(args)}
         if not writes and any(r.alias_info is not None for r in func._schema.returns):
             return
         places = [(self.host_memory(t), whole(t), id(t) in writes) for t in pinned]
