@@ -108,6 +108,9 @@ class ExtendFirst(Batching):
         self.pool_tokens = memory.gpu.num_blocks * page
         self.seats = min(limits.max_num_seqs, self.pool_tokens // 2)
         self.max_tokens = min(limits.max_model_len, self.pool_tokens) - 1
+        # With a prompt's tokens; with its whole pages.
+        self._most_tokens, self._most_paged = self.max_tokens - 1, self.pool_tokens - page - 1
+        self._declared = self.settings.max_new_tokens
         if limits.enable_chunked_prefill and limits.max_num_batched_tokens % page:
             raise UserError(
                 f"--max-num-batched-tokens: SGLang's chunks are whole pages, and {limits.max_num_batched_tokens} is no "
@@ -124,10 +127,14 @@ class ExtendFirst(Batching):
     def max_new_tokens(self, seq: Sequence) -> int:
         """What a request asks for, as far as an empty pool has room for it."""
         request = seq.request
-        prompt, page = request.prompt_tokens, self.page
-        asked = self.settings.max_new_tokens or request.output_tokens
-        room = self.pool_tokens - -(-prompt // page) * page - page - 1
-        return max(0, min(asked, self.max_tokens - prompt - 1, room))
+        prompt, most = request.prompt_tokens, self._declared or request.output_tokens
+        # Asked for every request that runs at each look at the prompts: no calls.
+        if most > self._most_tokens - prompt:
+            most = self._most_tokens - prompt
+        room = self._most_paged - prompt - -prompt % self.page
+        if most > room:
+            most = room
+        return most if most > 0 else 0
 
     def known_tokens(self, seq: Sequence) -> int:
         """Tokens that it has generated, as far as the scheduler knows."""
