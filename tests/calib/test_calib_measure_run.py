@@ -174,6 +174,7 @@ def test_clocks_that_fell_are_warned_of():
     assert provenance.warnings([Note("a", {"matmul_s": 0.02}), Note("b", {"matmul_s": 0.021})], 2) == []
     (busy,) = provenance.warnings([Note("a", {"load_average": 1.5}), Note("b", {"load_average": 9.0})], 2)
     assert "load average was 1.50 before" in busy
+    assert provenance.warnings([Note("a", {"load_average": 2 * provenance.BUSY})], 2) == []
     assert provenance.warnings([], 1) == []
 
 

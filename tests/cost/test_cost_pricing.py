@@ -319,20 +319,22 @@ def test_every_all_reduce_waits_where_copies_take_longer_than_the_pass() -> None
     assert [lanes.d2h.free_s] == ends == [pytest.approx(1.0 + 0.2625 + 4.0, rel=1e-12)]
 
 
-@pytest.mark.parametrize("streamed", [False, True])
-def test_tokens_of_decodes_are_all_reduced_too_and_copies_of_every_kind_share(streamed: bool) -> None:
+@pytest.mark.parametrize("streamed", [None, (2, 0), (1, 1)])
+def test_tokens_of_decodes_are_all_reduced_too_and_copies_of_every_kind_share(streamed: tuple[int, int] | None) -> None:
     """125 tokens of all-reduces take 0.25 s: copies take 4/3. Two MiB take 20 ms: 0.2 all-reduces wait, 5 ms each.
 
-    Streamed, the first of four layers waits for its quarter of 26.67 ms.
+    Streamed, the first of four layers waits for its quarter of what is read, and of what is written the last quarter
+    shows: of 26.67 ms either way.
     """
     pricer, lanes, ends = sharing()
     plan = hundred_tokens(blocks_beside=0 if streamed else 2, decodes=25)
     if streamed:
-        plan.streamed = (Streamed(1, 2, 0),)
+        plan.streamed = (Streamed(1, *streamed),)
     more_s = 0.02 * 4 / 3 / 4 if streamed else 0.0
     assert pricer.step(plan, 1.0).end_s == pytest.approx(2.001 + more_s, rel=1e-12)
-    lane = lanes.h2d if streamed else lanes.d2h
-    assert lane.busy_s == pytest.approx(0.02 * 4 / 3, rel=1e-12)
+    read, written = streamed or (0, 2)
+    busy_s = [lane.busy_s * 3 / 4 for lane in (lanes.h2d, lanes.d2h)]
+    assert busy_s == pytest.approx([0.01 * read, 0.01 * written], rel=1e-12)
     assert ends == ([] if streamed else [pytest.approx(1.0 + 0.02 * 4 / 3, rel=1e-12)])
 
 

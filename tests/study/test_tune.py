@@ -190,11 +190,13 @@ def test_the_planted_limit_binds_and_its_knob_is_turned(limit, tmp_path):
 
 def test_the_load_found_is_the_one_that_a_scan_finds(tmp_path):
     scenario = FIXED | {"max-num-seqs": 2}
-    found = kvtwin.tune(scenario | {"tune": {"slo": TTFT, "repeats": 1}}, tmp_path / "t", jobs=1).tuned
+    answer = kvtwin.tune(scenario | {"tune": {"slo": TTFT, "repeats": 1}}, tmp_path / "t", jobs=1)
+    found = answer.tuned
     factors = [round(0.3 + 0.01 * i, 2) for i in range(15)]
     scan = kvtwin.sweep(scenario | {"sweep": {"grid": {"rate-scale": factors}}}, tmp_path / "s", jobs=1).table
     most = scan.loc[scan["p99_ttft_ms"] <= 2000, "rate_scale"].max()
     assert found.best.reached[0].most == pytest.approx(most, rel=0.04)
+    assert f"; with {found.best.reached[0].least_failing:.3g} times the traffic p99_ttft_ms " in answer.text
 
 
 def test_the_most_goodput_at_the_load_as_it_is(tmp_path):
