@@ -7,14 +7,10 @@ An iteration's decodes take what they would by themselves, an equal share each; 
 
 import argparse
 
-import simpy
-from drawn_cells import drawn, setup_of
+from drawn_cells import drawn, run, setup_of
 
-from sim.clock.instance import Instance
 from sim.engine.plan import IterationPlan, StepTimes
-from sim.run.runs import build_engines
-from sim.run.simulate import NOTHING, SimulatedRun, execute_all
-from sim.run.traffic import arrivals_of, traffic
+from sim.run.traffic import traffic
 
 HEAD = "| seed | good | of | seconds | good | late first token | TPOT missed | prompts | tokens a chunk |"
 
@@ -24,8 +20,6 @@ def row(seed: int, policy: str) -> str:
     cell = drawn(seed)
     scenario = cell.scenario(cell.load)
     requests, setup = list(traffic(scenario)), setup_of(cell, scenario, policy)
-    env, parts = simpy.Environment(), build_engines(setup, None, NOTHING)[0]
-    parts.log.front_end_s = front_end_s = setup.engine_profile.value("front_end_s") if setup.engine_profile else 0.0
     seconds: list[tuple[float, float, dict[int, float]]] = []
     chunks: list[tuple[float, int]] = []
 
@@ -44,13 +38,7 @@ def row(seed: int, policy: str) -> str:
         if plan.chunks:
             chunks.append((start_s, plan.prefill_tokens))
 
-    sizes = {
-        "layers": setup.model.num_layers, "block_bytes": setup.limits.block_bytes,
-        "hidden_bytes": setup.model.hidden_bytes_per_token_layer,
-    }  # fmt: skip
-    arrivals = arrivals_of(scenario, requests, front_end_s)
-    instance = Instance(env, parts.engine, setup.cost, arrivals, parts.lanes, **sizes, observer=observe)
-    ended = execute_all(SimulatedRun(engines=[parts], instances=[instance], env=env, serve=instance.serve)).log.rows
+    ended = run(setup, setup, requests, observe).log.rows
     assert ended is not None
     kinds: dict[int, str] = {}
     last_s = 0.0

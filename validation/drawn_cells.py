@@ -29,7 +29,7 @@ import simpy
 from resumed import read, run_missing
 
 from sim.bounds.goodput import goodput_bound
-from sim.clock.instance import Instance
+from sim.clock.instance import Instance, Observer
 from sim.errors import UserError
 from sim.options.policies import parse_policy
 from sim.options.scenario import Scenario
@@ -136,7 +136,7 @@ def setup_of(cell: Cell, scenario: Scenario, policy: str) -> Setup:
     return prepare(scenario, label, replace(built, **told))
 
 
-def run(true: Setup, told: Setup, requests: Sequence[Request]) -> SimulatedRun:
+def run(true: Setup, told: Setup, requests: Sequence[Request], observer: Observer | None = None) -> SimulatedRun:
     """A run on the machine `true` of an engine that takes it to be `told`."""
     env, parts = simpy.Environment(), build_engines(told, None, NOTHING)[0]
     parts.log.front_end_s = front_end_s = true.engine_profile.value("front_end_s") if true.engine_profile else 0.0
@@ -145,7 +145,7 @@ def run(true: Setup, told: Setup, requests: Sequence[Request]) -> SimulatedRun:
         "layers": true.model.num_layers, "block_bytes": true.limits.block_bytes,
         "hidden_bytes": true.model.hidden_bytes_per_token_layer,
     }  # fmt: skip
-    instance = Instance(env, parts.engine, true.cost, arrivals, parts.lanes, **sizes, observer=parts.observer)
+    instance = Instance(env, parts.engine, true.cost, arrivals, parts.lanes, **sizes, observer=observer)
     return execute_all(SimulatedRun(engines=[parts], instances=[instance], env=env, serve=instance.serve))
 
 
