@@ -24,7 +24,7 @@ COPYING = HERE / "cases_sglang_copying"
 COPYING_SEEDS = 102, 106, 109, 110, 115, 119, 125, 131, 139
 WINDOWED = HERE / "cases_sglang_windowed"
 WINDOWED_SEEDS = 20011, 20038, 20101, 20118, 20121, 20131, 20140, 20141, 20152, 20155, 20180, 20184
-STORING_SEEDS = 201, 222, 226, 230
+STORING_SEEDS = 201, 220, 222, 226, 230
 COSTS = (
     "0.005,4e-5,2e-9,0.02,2e-5,6e-7",
     # Every step as long: arrivals fall exactly on boundaries.

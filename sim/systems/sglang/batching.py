@@ -88,6 +88,8 @@ class ExtendFirst(Batching):
         self._sampled: set[Sequence] = set()
         """Of them those that get a token."""
         self._has_left = False
+        self._asked_in_vain = -1.0, 0
+        """When there was nothing to compute, s, and how many waited then."""
         self._to_settle: deque[dict[Sequence, int]] = deque()
         """Of each plan in flight, in order: sequences that end with it (0), or the tokens of theirs that can be hit."""
         self._before: tuple[float, dict[Sequence, float]] = (-1.0, {})
@@ -148,6 +150,9 @@ class ExtendFirst(Batching):
     # -- a step ------------------------------------------------------------------------------------------------------
 
     def fill(self, plan: IterationPlan, now_s: float) -> None:
+        asked = now_s, len(self.queue)
+        if asked == self._asked_in_vain:
+            return
         self.tree.begin_step(now_s)
         self._merge()
         while not self._prefill(plan, now_s):
@@ -165,8 +170,9 @@ class ExtendFirst(Batching):
         self.eviction.requeue_victims()
         self.tree.ask_for_entered()
         if not self._rows:
-            # Copies begin alone, in no time, and it is asked again.
-            self.tree.is_asked_again = bool(self.scheduler.beside) and not self.scheduler.in_flight
+            if self.scheduler.beside and not self.scheduler.in_flight:
+                # Copies begin alone, in no time, and it is asked again: SGLang looks once.
+                self._asked_in_vain = asked
             return
         self.tree.plan_copies(plan)
         if self.schedules_ahead:

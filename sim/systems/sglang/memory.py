@@ -81,8 +81,6 @@ class TreeMemory(Memory):
         self.tree = self._new_tree(options, host_pages)
         self.entered: list[Sequence] | None = None
         """Requests that have entered the queue since it was last looked at, where memory wants to know."""
-        self.is_asked_again = False
-        """Whether the next step is none of SGLang's: what it had to do was done by the last one, but for copies."""
         self.tier = TierCounters(num_blocks=host_pages)
         self._num_loading = 0
         """Pages that the step being planned brings to the GPU."""

@@ -253,9 +253,6 @@ class StoredTreeMemory(TreeMemory):
 
     def _ask_again(self) -> None:
         """Those that asked in vain, when it is their turn; never the head of the queue, which waits for nothing."""
-        if self.is_asked_again:
-            self.is_asked_again = False
-            return
         self._num_passes += 1
         queue = self.scheduler.order
         if not self._num_retrying or not len(queue):
