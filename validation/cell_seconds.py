@@ -34,7 +34,7 @@ def row(seed: int, policy: str) -> str:
             of = {seq.request.request_id: decodes_s / plan.num_decodes for seq in plan.decodes}
         for chunk in plan.chunks:
             of[chunk.seq.request.request_id] = (took_s - decodes_s) * chunk.num_new / plan.prefill_tokens
-        seconds.append((start_s, took_s - decodes_s, of))
+        seconds.append((start_s, took_s - decodes_s if plan.chunks else 0.0, of))
         if plan.chunks:
             chunks.append((start_s, plan.prefill_tokens))
 
