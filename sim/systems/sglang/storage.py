@@ -172,7 +172,8 @@ class StoredTreeMemory(TreeMemory):
 
     @property
     def counts_passes(self) -> bool:
-        return self._num_retrying > 0
+        # What it is known that storage has is answered at once, and heard in the next pass.
+        return self._num_retrying > 0 or bool(self._answered)
 
     def begin_step(self, now_s: float) -> None:
         self._now_s = now_s
