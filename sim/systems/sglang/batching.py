@@ -180,10 +180,12 @@ class ExtendFirst(Batching):
         if self.record is not None:
             self._note(plan)
         waits = bool(self.queue.waiting)
-        plan.cut_on_arrival = self._asks_every_step or not self.is_full
+        looks = self._asks_every_step or not self.is_full
+        # Storage is asked for a prompt in the pass after it arrived.
+        plan.cut_on_arrival = looks or self.tree.entered is not None
         # What the last step prefilled enters the tree when that has ended.
         settles = plan.chunks or self.scheduler.last_in_flight or any(self._to_settle) or self.chunked is not None
-        if not settles and not (waits and (plan.cut_on_arrival or self.tree.counts_passes)):
+        if not settles and not (waits and (looks or self.tree.counts_passes)):
             self.scheduler.allow_jump(plan)
 
     def all_idle(self) -> None:
