@@ -2,7 +2,7 @@
 
     python make_cases_sglang.py PYTHON ORACLE                   # those that are stored, into `cases_sglang*`
     python make_cases_sglang.py PYTHON ORACLE FOLDER 0 1000     # seeds 0 to 999, for `python sglang_replay.py FOLDER`
-    python make_cases_sglang.py PYTHON ORACLE FOLDER 0 40 copying   # with copies that take time; `windowed`, `storing`
+    python make_cases_sglang.py PYTHON ORACLE FOLDER 0 40 storing   # `copying`, `storing`, `returning`, `windowed`
 
 PYTHON is that of an environment with sglang 0.5.23, ORACLE as in `sglang_ask.py`. A seed gives the same case each time.
 """
@@ -25,6 +25,7 @@ COPYING_SEEDS = 102, 106, 109, 110, 115, 119, 125, 131, 139
 WINDOWED = HERE / "cases_sglang_windowed"
 WINDOWED_SEEDS = 20011, 20038, 20101, 20118, 20121, 20131, 20140, 20141, 20152, 20155, 20180, 20184
 STORING_SEEDS = 201, 220, 222, 226, 230
+RETURNING_SEEDS = 42004, 42012, 43013
 COSTS = (
     "0.005,4e-5,2e-9,0.02,2e-5,6e-7",
     # Every step as long: arrivals fall exactly on boundaries.
@@ -224,6 +225,32 @@ class Storing(Copying):
         return found
 
 
+class Returning(Storing):
+    """The same with a few long prompts that come again and again: the pool and the host hold one or two of them."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed)
+        dice = self.dice
+        self.length, self.is_pressed = max(self.length, dice.choice([150, 300, 400])), False
+        self.page = dice.choice([1, 1, 4, 16])
+        self.few: list[tuple[int, list[int]]] = []
+        for i in range(dice.randint(3, 7)):
+            tokens = dice.randint(self.length // 3, self.length - 40)
+            self.few.append((tokens, [5000 + 100 * i + k for k in range(-(-tokens // 16))]))
+
+    def rows(self) -> list[Row]:
+        dice, now = self.dice, 0.0
+        found: list[Row] = [(0.0, *self._named(17, 1, []), 0)]
+        pause_s = dice.choice([0.0, 0.02, 0.1, 0.3])
+        for _ in range(dice.choice([12, 20, 40])):
+            now += self.gap() + pause_s * dice.random()
+            tokens, ids = dice.choice(self.few)
+            tokens = max(8, tokens - dice.choice([0, 0, 1, 17, 40]))
+            named = self._named(tokens, dice.randint(1, 30), ids[: -(-tokens // 16)])
+            found.append((now, *named, dice.choice(self.priorities)))
+        return found
+
+
 def ask(python: str, oracle: str, folder: Path, seeds: list[int], kind: type[Workload] = Workload) -> None:
     """SGLang's answers to those seeds, compressed, into `folder`."""
     with tempfile.TemporaryDirectory() as made:
@@ -267,7 +294,7 @@ def ask(python: str, oracle: str, folder: Path, seeds: list[int], kind: type[Wor
             (folder / f"{seed:05}.json.gz").write_bytes(gzip.compress(data, mtime=0))
 
 
-KINDS = {"": Workload, "copying": Copying, "storing": Storing, "windowed": Windowed}
+KINDS = {"": Workload, "copying": Copying, "storing": Storing, "returning": Returning, "windowed": Windowed}
 
 
 def main() -> None:
@@ -281,6 +308,7 @@ def main() -> None:
         ask(python, oracle, COPYING, list(COPYING_SEEDS), Copying)
         ask(python, oracle, WINDOWED, list(WINDOWED_SEEDS), Windowed)
         ask(python, oracle, COPYING, list(STORING_SEEDS), Storing)
+        ask(python, oracle, COPYING, list(RETURNING_SEEDS), Returning)
 
 
 if __name__ == "__main__":

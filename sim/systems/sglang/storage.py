@@ -398,6 +398,8 @@ class StoredTreeMemory(TreeMemory):
             return False
         asker.attempts += 1
         self._ask(seq)
+        # An idle engine looks again at once.
+        self.scheduler.changed = True
         return True
 
     def hold(self, seq: Sequence) -> int:
