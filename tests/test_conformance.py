@@ -25,6 +25,7 @@ from sim.parts.order.fcfs import Fcfs
 from sim.systems import POLICIES
 from sim.systems.base import Policy
 from sim.systems.layerkv.layer_blocks import LayerBlocks
+from sim.systems.layerkv.options import LayerKVOptions
 from sim.systems.layerkv.preset import LayerKV
 from sim.systems.layerkv.promote import Promote
 from sim.systems.layerkv.slack import SlackAdmission
@@ -213,7 +214,8 @@ class EagerBatching(PrefillFirst):
 
 def slack_without_time(limits: Limits, sound: Parts) -> Parts:
     assert isinstance(sound.admission, SlackAdmission)
-    broken = TimelessSlack(limits.num_gpu_blocks, sound.admission.prefill_s, 0.03, drop_irrecoverable=True)
+    options = LayerKVOptions(tpot_slo_ms=30.0, drop_irrecoverable=True)
+    broken = TimelessSlack(limits.num_gpu_blocks, sound.admission.prefill_s, options)
     return replace(sound, admission=broken)
 
 

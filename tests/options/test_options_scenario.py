@@ -277,9 +277,11 @@ OTHER_WORDS |= {"ttft_slo_ms": "900", "tpot_slo_ms": "45"}
 OTHER_WORDS["max_lora_rank"] = "32"
 OTHER_WORDS |= {"spec_method": "draft_model", "spec_tokens": "2", "spec_model": "llama-2-7b", "acceptance_rate": "0.5"}
 OTHER_WORDS |= {"tool_ttl_s": "3.5", "late": "refuse", "replacement": "pgdsf"}
+OTHER_WORDS |= {"hicache_storage_prefetch_policy": "best_effort", "hicache_storage_space": "2.5"}
+OTHER_WORDS["load_balance_method"] = "total_tokens"
 OTHER_WORDS |= {"max_tokens_per_image": "1280", "encoder_tokens_per_s": "5000"}
 ALONE = {"async_scheduling", "predictor_accuracy", "ignore_eos", "disable_radix_cache", "enable_hierarchical_cache"}
-ALONE |= {"synthetic_acceptance_rates", "spec_kv_budget"}
+ALONE |= {"synthetic_acceptance_rates", "spec_kv_budget", "hicache_storage_backend"}
 """Options that go with some others only, and are tested by themselves."""
 
 

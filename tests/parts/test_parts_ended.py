@@ -18,7 +18,7 @@ from sim.systems.base import Policy
 from traces.request import Request
 
 BOUNDED = {
-    "_looked_up", "_looked_on_host", "_looked_at",  # the last one
+    "_looked_up", "_looked_on_host", "_looked_at", "_writer",  # the last one
     "_plans",  # of no request: a chunk of each length
     "owner",  # of each chunk that is cached
 }  # fmt: skip

@@ -10,6 +10,7 @@ Source: sglang 0.5.23, `managers/scheduler.py` (`get_next_batch_to_run`), `sched
 from collections import deque
 from typing import TYPE_CHECKING, ClassVar
 
+from sim.engine.changes import Move
 from sim.engine.plan import ADMITTED, CONTINUED, IterationPlan, PrefillChunk, StepTimes
 from sim.engine.sequence import FINISHED, Sequence, Status
 from sim.errors import UserError
@@ -35,7 +36,7 @@ RETRACT_STEPS = 20
 """Decode steps for which a retraction makes room."""
 SPARE_PROMPT_TOKENS = 5
 PROMPT_TOO_LONG = "prompt longer than SGLang takes: at most max_model_len or the pool, less 7 tokens"
-NO_ROOM_ALONE = "no room for it in the pool of layers with a window, though nothing else runs; SGLang waits for ever"
+NO_ROOM_ALONE = "no room for it, though nothing else runs; SGLang waits for ever"
 OUT_OF_MEMORY = "out of memory even after retracting all other requests"
 
 
@@ -161,7 +162,7 @@ class ExtendFirst(Batching):
             elif self.scheduler.in_flight or self.tree.is_copying:
                 pass
             elif self.queue.waiting or self.chunked is not None:
-                if self._windows:
+                if not self.scheduler.changed:
                     self._give_up()
                     continue
             elif not self._is_rank:
@@ -187,6 +188,9 @@ class ExtendFirst(Batching):
         settles = plan.chunks or self.scheduler.last_in_flight or any(self._to_settle) or self.chunked is not None
         if not settles and not (waits and (looks or self.tree.counts_passes)):
             self.scheduler.allow_jump(plan)
+
+    def transferred(self, move: Move) -> None:
+        self._asked_in_vain = -1.0, 0
 
     def all_idle(self) -> None:
         # A rank that is idle alone computes an idle batch.

@@ -364,9 +364,10 @@ class TreeMemory(Memory):
             before = needed
 
     def repeats(self, plan: IterationPlan, steps: int) -> int:
-        """While all find a page: of the idle ones too, unless they are first written to a host that may be full."""
-        room = self.unused if self.tree.writes_back else self.gpu.free
-        return max(1, min(steps, self.batch.steps_within(room + self.batch.blocks_needed(1))))
+        """While all find a page, of the idle ones too; one step where idle ones are first written back."""
+        if self.tree.writes_back and self.gpu.free > self.unused:
+            return 1
+        return max(1, min(steps, self.batch.steps_within(self.gpu.free + self.batch.blocks_needed(1))))
 
     # -- the way out ---------------------------------------------------------------------------------------------------
 
