@@ -29,11 +29,12 @@ class PipelinedScheduler(Scheduler):
 
     def __init__(self, parts: Parts, limits: Limits, gaps: "GapCollector", deployment: Deployment) -> None:
         super().__init__(parts, limits, gaps, deployment)
-        self.flights: deque[tuple[set[Sequence], set[Sequence]]] = deque()
-        """Of each plan in flight, the oldest first: sequences that it computes, and those of them that sample."""
+        self.flights: deque[tuple[dict[Sequence, int], set[Sequence]]] = deque()
+        """Of each plan in flight, the oldest first: tokens of sequences that it computes, and which of these sample."""
 
     def commit_ahead(self, plan: IterationPlan, times: StepTimes) -> list[Sequence]:
-        self.flights.append(({*plan.decodes, *(chunk.seq for chunk in plan.chunks)}, sampling(plan)))
+        tokens = dict.fromkeys(plan.decodes, 1) | {chunk.seq: chunk.num_new for chunk in plan.chunks}
+        self.flights.append((tokens, sampling(plan)))
         ended = super().commit_ahead(plan, times)
         self._find_landed()
         return ended
@@ -50,6 +51,10 @@ class PipelinedScheduler(Scheduler):
         # In series all that a batch feeds was known when it was scheduled.
         return super().num_unknown(seq) if self.batching.schedules_ahead else 0
 
+    def tokens_in_flight(self, seq: Sequence) -> int:
+        """Tokens of `seq` that plans in flight compute."""
+        return sum(tokens.get(seq, 0) for tokens, _ in self.flights)
+
     def is_flying(self, seq: Sequence) -> bool:
         """Whether a plan in flight computes tokens of `seq`."""
-        return any(seq in computed for computed, _ in self.flights)
+        return any(seq in tokens for tokens, _ in self.flights)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, ClassVar, Self
 from sim.engine.batch import DecodeBatch
 from sim.engine.changes import make_place, make_release
 from sim.engine.limits import Limits
+from sim.engine.pipelined import PipelinedScheduler
 from sim.engine.plan import IterationPlan
 from sim.engine.sequence import Sequence
 from sim.errors import InvariantError
@@ -56,7 +57,7 @@ class HybridMemory(Memory):
         self.gpu = CachingPool(self.gpu.name, self.gpu.num_blocks, self.cache)
         self._hit_blocks = -(-(window.tokens - 1) // self.block_size)
         """Blocks of a windowed group that a sequence that goes on from a block's end reads."""
-        in_flight = limits.max_num_batched_tokens * (2 if schedules_ahead else 1)
+        in_flight = limits.max_num_batched_tokens * (limits.stages + schedules_ahead)
         self._most_in_window = -(-min(window.tokens - 1 + in_flight, limits.max_model_len) // self.block_size) + 1
         self._lag = 1 if schedules_ahead else 0
         self._keys = BlockKeys(self.block_size)
@@ -190,6 +191,8 @@ class HybridMemory(Memory):
         """Tokens that the step under way computes while the next one is scheduled."""
         if not self.scheduler.in_flight:
             return 0
+        if isinstance(self.scheduler, PipelinedScheduler):
+            return self.scheduler.tokens_in_flight(table.seq)
         if table.chunk_step == self._step - 1:
             return table.chunk
         return self.scheduler.num_unknown(table.seq) if table.seq in self.batch.members else 0

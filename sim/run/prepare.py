@@ -380,7 +380,7 @@ def _stages(asked_for: Scenario, scenario: Scenario, model: ModelSpec, policy: P
     where = f"{name}: {stages} stages"
     plain = names["eviction"] in ("recompute", "swap") and names["memory"] in ("paged", "reserved")
     if BATCHINGS[names["batching"]].queues_batches:
-        _check_queued(f"{where} and {label}", policy, model, scenario.tp)
+        _check_queued(f"{where} and {label}", policy)
     elif names["batching"] not in PIPELINED_BATCHINGS or not plain or policy.options(MixedPoolOptions).mixed_pool:
         raise UserError(
             f"{where} and {label}: batches in flight are modelled as vLLM v1's, and as virtual engines of vLLM 0.5.5, "
@@ -392,7 +392,7 @@ def _stages(asked_for: Scenario, scenario: Scenario, model: ModelSpec, policy: P
     return stages
 
 
-def _check_queued(where: str, policy: Policy, model: ModelSpec, tp: int) -> None:
+def _check_queued(where: str, policy: Policy) -> None:
     """UserError for what is not simulated where vLLM v1 has several batches in flight."""
     plain = {"order": ("fcfs", "priority"), "memory": ("paged",), "eviction": ("recompute",), "stage": ("direct",)}
     others = [f"{kind}={policy.names[kind]}" for kind, names in plain.items() if policy.names[kind] not in names]
@@ -400,8 +400,6 @@ def _check_queued(where: str, policy: Policy, model: ModelSpec, tp: int) -> None
         others.append("--kv-offloading-size")
     if policy.options(VllmV1Options).max_tokens_per_image is not None:
         others.append("max-tokens-per-image")
-    if model.gdn or model.kv_format(tp).window is not None:
-        others.append(f"{model.name} (its layers keep windows or states)")
     if others:
         raise UserError(f"{where}: {', '.join(others)}: not simulated where batches pass through stages; leave it out")
 

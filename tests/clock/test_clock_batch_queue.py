@@ -93,7 +93,6 @@ def test_a_run_has_one_pool_and_one_scheduler_an_engine(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["--model", "gpt-oss-20b", "--policy", "vllm-v1"], "gpt-oss-20b (its layers keep windows or states)"),
         (["--model", "llama-2-7b", "--policy", "vllm-v1", "--kv-offloading-size", "8"], "--kv-offloading-size"),
         (["--model", "llama-2-7b", "--policy", "vllm-v1:stage=tool-calls"], "stage=tool-calls"),
         (["--model", "llama-2-7b", "--policy", "vllm-v1:max-tokens-per-image=100"], "max-tokens-per-image"),

@@ -86,6 +86,10 @@ STAGES = (129, 139, 180, 202, 215)
 STAGES_AHEAD = (1, 117, 180, 201, 203)
 """The same with async scheduling, in files `...-stages-async`."""
 
+STAGES_WINDOWED = (65003, 65044)
+STAGES_STATES = (66001, 66002)
+"""The same with layers that have a window or keep a state, in files `...-stages-window` and `...-stages-state`."""
+
 BLOCK = 16
 TICK = 1 / 64
 COSTS = (
@@ -209,9 +213,9 @@ class Workload:
             acceptance_seed=dice.randrange(1000),
         )
 
-    def stage_options(self, *, async_scheduling: bool) -> Options:
-        """Two to four stages."""
-        return replace(self.options(), async_scheduling=async_scheduling, stages=self.dice.choice([2, 2, 3, 4]))
+    def stage_options(self, options: Options) -> Options:
+        """The same on two to four stages."""
+        return replace(options, stages=self.dice.choice([2, 2, 3, 4]))
 
     def lora_options(self, options: Options) -> Options:
         """The same where one to three adapters run at once, perhaps scheduled ahead."""
@@ -356,7 +360,7 @@ class Workload:
 Kind = Literal[
     "", "-async", "-offload", "-offload-async", "-storage", "-storage-async", "-window", "-window-async", "-state",
     "-state-async", "-spec", "-lora", "-lora-spec", "-lora-offload", "-images", "-images-async", "-stages",
-    "-stages-async",
+    "-stages-async", "-stages-window", "-stages-state",
 ]  # fmt: skip
 
 
@@ -379,7 +383,12 @@ def make(seed: int, folder: Path, kind: Kind = "") -> str:
             options, rows = workload.window_options(async_scheduling=kind == "-window-async"), workload.rows()
             answer = ask(rows, options)
         elif kind.startswith("-stages"):
-            options, rows = workload.stage_options(async_scheduling=kind == "-stages-async"), workload.rows()
+            if kind in ("-stages", "-stages-async"):
+                options = replace(workload.options(), async_scheduling=kind == "-stages-async")
+            else:
+                drawn = workload.window_options if kind == "-stages-window" else workload.state_options
+                options = drawn(async_scheduling=seed % 2 == 0)
+            options, rows = workload.stage_options(options), workload.rows()
             answer = ask(rows, options)
         elif kind.startswith("-images"):
             options = workload.image_options(async_scheduling=kind == "-images-async")
@@ -407,7 +416,8 @@ def main() -> None:
         "-storage-async": STORED_AHEAD, "-window": WINDOWED, "-window-async": WINDOWED_AHEAD, "-state": STATES,
         "-state-async": STATES_AHEAD, "-spec": SPECULATIVE, "-lora": LORAS, "-lora-spec": LORAS_SPECULATIVE,
         "-lora-offload": LORAS_OFFLOADED, "-images": IMAGES, "-images-async": IMAGES_AHEAD,
-        "-stages": STAGES, "-stages-async": STAGES_AHEAD,
+        "-stages": STAGES, "-stages-async": STAGES_AHEAD, "-stages-window": STAGES_WINDOWED,
+        "-stages-state": STAGES_STATES,
     }  # fmt: skip
     folder = CASES
     if sys.argv[1:]:
