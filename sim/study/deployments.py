@@ -13,8 +13,10 @@ from msgspec import Struct
 
 from sim.errors import UserError
 from sim.options.policies import owned_option
+from sim.parts.catalogue import BATCHINGS
 from sim.parts.options import Conditional
 from sim.run.prepare import PIPELINED_BATCHINGS
+from sim.specs.hardware import load_hardware
 from sim.study.limits import fp8_of
 from sim.study.points import policy_of, setup_of
 
@@ -137,8 +139,10 @@ class Space:
         base = self._base(policy)
         parsed = policy_of(base)[1]
         hands_over = parsed.hands_over
-        # Other batchings have no pipelines, which need not be told of every group.
-        all_stages = STAGES if parsed.names["batching"] in PIPELINED_BATCHINGS else (1,)
+        batching = parsed.names["batching"]
+        # Over NVLink a group of vLLM v1 is ahead of its pipeline. Other batchings have none, which need not be told.
+        queues = BATCHINGS[batching].queues_batches and load_hardware(self.gpu).nvlink_bytes_per_s is None
+        all_stages = STAGES if queues or batching in PIPELINED_BATCHINGS else (1,)
         named = "" if len(self.policies) == 1 else f"{policy}: "
         if self.layouts != "pools" and not hands_over:
             for tp, stages in product(self._tensor_parallel(), all_stages):
@@ -217,7 +221,7 @@ class Space:
         }
         if self.shares_prefixes:
             axes[CACHING] = [not setup.limits.enable_prefix_caching]
-            if setup.policy.name == "vllm-v1" and "prefill_replicas" not in layout:
+            if setup.policy.name == "vllm-v1" and "prefill_replicas" not in layout and setup.pp == 1:
                 axes[OFFLOAD] = [OFFLOAD_GIB_PER_GPU * setup.tp]
             if "replicas" in layout:
                 axes[ROUTER] = [AFFINITY]

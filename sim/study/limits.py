@@ -106,7 +106,7 @@ def changes(options: Mapping[str, Any]) -> list[Change]:
         found.append(Change(f"one {role} engine more", "purchase", {f"{role}_replicas": engines}))
     if setup.scenario.kv_cache_dtype == "auto":
         found.append(Change(FP8_KV, "purchase", {"kv_cache_dtype": fp8_of(setup)}))
-    if setup.policy.name == "vllm-v1" and not options.get("kv_offloading_size"):
+    if setup.policy.name == "vllm-v1" and setup.pp == 1 and not options.get("kv_offloading_size"):
         found.append(Change("CPU offload of 64 GiB", "purchase", {"kv_offloading_size": 64.0}))
     return found
 

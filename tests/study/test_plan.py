@@ -55,7 +55,7 @@ def engines(options):
     if "prefill_replicas" in options:
         tp = options["tp"]
         return options["prefill_replicas"] * tp + options["decode_replicas"] * options.get("decode_tp", tp)
-    return options.get("replicas", 1) * options["tp"]
+    return options.get("replicas", 1) * options["tp"] * options.get("pipeline_parallel_size", 1)
 
 
 def pays(**wanted):
@@ -216,9 +216,9 @@ def test_ties_are_by_draws_side_by_side():
 # -- what is searched -------------------------------------------------------------------------------------------------
 
 
-def space(shares_prefixes=False, layouts: Layouts = "both", **fixed):
+def space(shares_prefixes=False, layouts: Layouts = "both", gpu="h100", **fixed):
     base = {"model": "qwen3-32b"} | fixed
-    return Space(base, "h100", ("vllm-v1",), layouts, shares_prefixes=shares_prefixes, link_gbps=400.0)
+    return Space(base, gpu, ("vllm-v1",), layouts, shares_prefixes=shares_prefixes, link_gbps=400.0)
 
 
 def test_deployments_have_just_so_many_gpus_and_each_is_there_once():
@@ -226,6 +226,16 @@ def test_deployments_have_just_so_many_gpus_and_each_is_there_once():
         found = space().of(count)
         assert found and all(engines(one.options) == count for one in found)
         assert len({json.dumps(one.options, sort_keys=True) for one in found}) == len(found)
+
+
+def test_pipelines_are_tried_where_groups_have_no_nvlink():
+    narrow = {"layouts": "engines", "shares_prefixes": True, "max_num_batched_tokens": 2048, "max_num_seqs": 64}
+    assert not any("stages" in one.layout for one in space(**narrow).of(4))
+    found = [one for one in space(gpu="l40s", **narrow).of(4) if "stages" in one.layout]
+    assert {one.layout for one in found} == {
+        "1 engine of 1 GPU x 4 stages", "1 engine of 2 GPUs x 2 stages", "2 engines of 1 GPU x 2 stages",
+    }  # fmt: skip
+    assert all(engines(one.options) == 4 and "kv_offloading_size" not in one.changed for one in found)
 
 
 def test_what_the_user_said_is_not_searched_and_what_cannot_matter_neither():
