@@ -238,7 +238,7 @@ class OffloadOracle(Oracle):
                 elif self.scheduler.has_unfinished_requests():
                     raise RuntimeError("requests wait for ever")
 
-    def run_async(self) -> float:
+    def run_queued(self) -> float:
         now = free_at = 0.0
         flying: deque[tuple[float, Any, dict[str, int | None], Any]] = deque()
         sampled: dict[str, int] = {}

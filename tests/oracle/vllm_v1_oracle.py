@@ -8,9 +8,8 @@ of vLLM's requirements those that ``import vllm.v1.core.sched.scheduler`` asks f
 
 A step at time t, synchronous: every request with arrival_s <= t + 1e-12 is added; ``schedule()``; the step is priced
 and t moves on; ``update_from_output()`` with a token for each request whose scheduled tokens reach its last known one.
-A step that schedules nothing takes no time; after three of them in a row t jumps to the next arrival. Asynchronous: two
-batches in flight (``Oracle.run_async``). With a pipeline: one more than it has stages, or as many where scheduling is
-synchronous (``Oracle.run_pipelined``).
+A step that schedules nothing takes no time; after three of them in a row t jumps to the next arrival. Asynchronous: one
+batch more in flight than there are stages. On several stages and synchronous: as many (``Oracle.run_queued``).
 
 Price, from ``cost`` p0,p1,p2,d0,d1,d2 in seconds. An entry (request, n) with c tokens computed before the step is a
 decode if n is 1 and c >= prompt_tokens, of context c + 1; else a prompt chunk::
@@ -425,10 +424,8 @@ class Oracle:
 
     def run(self) -> dict[str, Any]:
         """Serve the whole workload."""
-        if self.options.stages > 1:
-            end = self.run_pipelined()
-        else:
-            end = self.run_async() if self.options.async_scheduling else self.run_sync()
+        is_queued = self.options.async_scheduling or self.options.stages > 1
+        end = self.run_queued() if is_queued else self.run_sync()
         if self.pool.get_num_free_blocks() != self.options.blocks - 1:
             raise AssertionError("blocks were lost")
         return {
@@ -472,57 +469,8 @@ class Oracle:
             }
             self._deliver(output, sampling, now)
 
-    def run_async(self) -> float:
-        """Two batches in flight, as `EngineCore.step_with_batch_queue` has them.
-
-        A batch is scheduled as soon as the one before it has been handed to the device, which is when that one starts,
-        with the arrivals known then; it starts when that one ends. A batch's tokens come when it ends, before the one
-        after the next is scheduled.
-        """
-        now = free_at = 0.0
-        flying: list[tuple[float, Any, dict[str, int | None]]] = []
-        sampled: dict[str, int] = {}
-        idle = 0
-        while True:
-            self._arrive(now)
-            if len(flying) < 2 and self.scheduler.has_requests():
-                output, price = self._schedule(now)
-                if output.num_scheduled_tokens:
-                    idle = 0
-                    free_at = max(now, free_at) + price
-                    sampling: dict[str, int | None] = {}
-                    for key in output.num_scheduled_tokens:
-                        if self.scheduler.requests[key].is_prefill_chunk:
-                            sampling[key] = None
-                        else:
-                            sampling[key] = sampled.get(key, 0)
-                            sampled[key] = sampled.get(key, 0) + 1
-                    flying.append((free_at, output, sampling))
-                    if len(flying) < 2:
-                        continue
-                elif not flying:
-                    self._deliver(output, {}, now)
-                    idle += 1
-                    if idle <= 2:
-                        continue
-                    if self.next >= len(self.rows):
-                        raise RuntimeError("requests wait for ever")
-                    idle = 0
-            if flying:
-                end, output, sampling = flying.pop(0)
-                now = max(now, end)
-                # What is sampled beyond max_tokens is thrown away: any token will do.
-                for key, which in sampling.items():
-                    if which is not None:
-                        sampling[key] = min(which, self.rows[int(key)].output_tokens - 1)
-                self._deliver(output, sampling, now)
-                continue
-            if self.next >= len(self.rows):
-                return now
-            now = max(now, self.rows[self.next].arrival_s)
-
-    def run_pipelined(self) -> float:
-        """As `EngineCore.step_with_batch_queue` has a pipeline: batches are scheduled at once until its queue is full.
+    def run_queued(self) -> float:
+        """As `EngineCore.step_with_batch_queue` has it: batches are scheduled at once until its queue is full.
 
         The queue holds `max_concurrent_batches`, those without work too. A batch passes stage after stage, each when
         the batch before it has left; where scheduled ahead, the first not before the batch that is so many steps
@@ -568,6 +516,7 @@ class Oracle:
                 continue
             end, output, sampling = flying.popleft()
             now = max(now, end)
+            # What is sampled beyond max_tokens is thrown away: any token will do.
             for key, which in sampling.items():
                 if which is not None:
                     sampling[key] = min(which, self.rows[int(key)].output_tokens - 1)
