@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator, Sequence
 from heapq import heapify, heappop, heappush
 from typing import Literal, NamedTuple
 
-from sim.errors import InvariantError
+from traces.hash_ids import num_shared
 
-Keys = Sequence[int]
+Keys = tuple[int, ...]
 EvictionPolicy = Literal["lru", "lfu", "fifo", "mru", "filo", "slru", "priority"]
 WritePolicy = Literal["write_through", "write_through_selective", "write_back"]
 ANCESTOR_TICK = 1e-5
@@ -134,7 +134,7 @@ class PrefixTree:
             child = node.children.get(keys[depth])
             if child is None or not (child.on_gpu or child.on_host):
                 break
-            shared = _shared(child.keys, keys, depth, limit)
+            shared = num_shared(child.keys, 0, keys, depth, limit)
             is_whole = shared == len(child.keys)
             node = child if is_whole else self._split(child, shared)
             depth += shared
@@ -155,7 +155,7 @@ class PrefixTree:
 
     def _split(self, child: Node, length: int) -> Node:
         """The first `length` pages of `child` become a node of their own, which is returned."""
-        parent = _parent(child)
+        parent = parent_of(child)
         head = self._new_node(parent, child.keys[:length])
         head.created, head.hits, head.priority = child.created, child.hits, child.priority
         head.lock, head.host_lock, head.loading = child.lock, child.host_lock, child.loading
@@ -182,7 +182,7 @@ class PrefixTree:
                     self.num_idle -= len(above.keys)
                 self._leaves.pop(above, None)
             above.lock += 1
-            above = _parent(above)
+            above = parent_of(above)
         if node is not self.root:
             self._note_leaf(node)
         return 0
@@ -195,7 +195,7 @@ class PrefixTree:
                 if node.on_gpu:
                     self.num_idle += len(node.keys)
                 self._note_leaf(node)
-            node = _parent(node)
+            node = parent_of(node)
 
     def _note_leaf(self, node: Node) -> None:
         """Whether `node` is one that may be evicted, here or there."""
@@ -227,7 +227,7 @@ class PrefixTree:
             if child is None:
                 break
             child.used = self._tick()
-            shared = _shared(child.keys, keys, depth, length)
+            shared = num_shared(child.keys, 0, keys, depth, length)
             if shared < len(child.keys):
                 child = self._split(child, shared)
             child.priority = max(child.priority, priority)
@@ -242,15 +242,19 @@ class PrefixTree:
             if depth > counted:
                 self._count(node)
         if depth < length:
-            leaf = self._new_node(node, tuple(keys[depth:length]))
-            leaf.priority = priority
-            node.children[leaf.keys[0]] = leaf
-            self._bring(leaf)
-            self._note_leaf(node)
-            node = leaf
+            node = self._grow(node, keys[depth:length], priority)
             if length > counted:
                 self._count(node)
         return node, copies
+
+    def _grow(self, node: Node, keys: tuple[int, ...], priority: int) -> Node:
+        """A leaf of `keys` below `node`, on the GPU."""
+        leaf = self._new_node(node, keys)
+        leaf.priority = priority
+        node.children[keys[0]] = leaf
+        self._bring(leaf)
+        self._note_leaf(node)
+        return leaf
 
     def _bring(self, node: Node) -> None:
         """`node` is on the GPU from now on."""
@@ -265,10 +269,10 @@ class PrefixTree:
             return
         node.hits += 1
         if self.has_host and not node.on_host and node.hits >= self._hits_to_write:
-            chain, above = [node], _parent(node)
+            chain, above = [node], parent_of(node)
             while above is not self.root and not above.on_host:
                 chain.append(above)
-                above = _parent(above)
+                above = parent_of(above)
             for below in reversed(chain):
                 if not self._write(below):
                     return
@@ -318,7 +322,7 @@ class PrefixTree:
         node.on_gpu = False
         self.num_idle -= len(node.keys)
         self._note_leaf(node)
-        self._note_leaf(_parent(node))
+        self._note_leaf(parent_of(node))
         return len(node.keys)
 
     def _delete(self, node: Node) -> int:
@@ -345,21 +349,21 @@ class PrefixTree:
         return self._delete(node)
 
     def _unlink(self, node: Node) -> None:
-        del _parent(node).children[node.keys[0]]
+        del parent_of(node).children[node.keys[0]]
         for known in (self._leaves, self._host_leaves, self._copies):
             known.pop(node, None)
 
     def _remove(self, node: Node) -> None:
         """A leaf that is nowhere, and what above it only led there, leave the tree."""
         self._unlink(node)
-        above = _parent(node)
+        above = parent_of(node)
         self._note_leaf(above)
         while above is not self.root and not above.children and not (above.lock or above.host_lock):
             if above.on_gpu or above.on_host:
                 self._note_leaf(above)
                 return
             self._unlink(above)
-            above = _parent(above)
+            above = parent_of(above)
             self._note_leaf(above)
 
     # -- the host (HiCache's L2) ---------------------------------------------------------------------------------------
@@ -400,7 +404,7 @@ class PrefixTree:
             while part.writing is node:
                 part.writing = None
                 parts.append(part)
-                part = _parent(part)
+                part = parent_of(part)
             for part in reversed(parts if self.when_written else ()):
                 assert self.when_written is not None
                 self.when_written(part)
@@ -457,7 +461,7 @@ class PrefixTree:
         node, depth, length, present = anchor, 0, len(keys), 0
         while depth < length and (child := node.children.get(keys[depth])) is not None:
             child.used = self._tick()
-            shared = _shared(child.keys, keys, depth, length)
+            shared = num_shared(child.keys, 0, keys, depth, length)
             if shared < len(child.keys):
                 child = self._split(child, shared)
             if child.on_host or self.writes_back:
@@ -472,7 +476,7 @@ class PrefixTree:
         if depth < length:
             if node is not self.root and not node.on_host and not self.writes_back:
                 return None
-            leaf = Node(node, tuple(keys[depth:length]), self._tick())
+            leaf = Node(node, keys[depth:length], self._tick())
             leaf.priority, leaf.on_host = node.priority, True
             node.children[leaf.keys[0]] = leaf
             self._note_leaf(leaf)
@@ -484,7 +488,7 @@ class PrefixTree:
         found: list[tuple[int, ...]] = []
         while node is not self.root:
             found.append(node.keys)
-            node = _parent(node)
+            node = parent_of(node)
         return tuple(key for keys in reversed(found) for key in keys)
 
     def nodes_to_load(self, node: Node) -> list[Node]:
@@ -492,7 +496,7 @@ class PrefixTree:
         found: list[Node] = []
         while not node.on_gpu and node is not self.root:
             found.append(node)
-            node = _parent(node)
+            node = parent_of(node)
         return found
 
     def pin(self, node: Node) -> int:
@@ -511,7 +515,7 @@ class PrefixTree:
             self._note_leaf(node)
             if node.pin == pin:
                 return
-            node = _parent(node)
+            node = parent_of(node)
 
     def loaded(self, anchor: Node, pin: int) -> None:
         """All that leads to `anchor` is on the GPU, or on its way: it is held until `finish_loads`."""
@@ -522,7 +526,7 @@ class PrefixTree:
             self._bring(node)
             self.num_loaded += len(node.keys)
         if nodes:
-            self._note_leaf(_parent(nodes[-1]))
+            self._note_leaf(parent_of(nodes[-1]))
         self.lock(anchor)
         self._loads.append((anchor, pin))
 
@@ -541,7 +545,7 @@ class PrefixTree:
                 if not self.writes_back or node.loading is anchor:
                     node.loading = None
                     self._note_copy(node)
-                node = _parent(node)
+                node = parent_of(node)
 
     # -- for orders, and for recounts ----------------------------------------------------------------------------------
 
@@ -578,18 +582,8 @@ class PrefixTree:
         return found
 
 
-def _shared(own: tuple[int, ...], keys: Keys, depth: int, limit: int) -> int:
-    """How many of a node's keys go on as `keys` does from `depth` on, up to `limit`."""
-    most = min(len(own), limit - depth)
-    if own[:most] == tuple(keys[depth : depth + most]):
-        return most
-    for i in range(most):
-        if own[i] != keys[depth + i]:
-            return i
-    raise InvariantError("unlike keys that are alike")
-
-
-def _parent(node: Node) -> Node:
+def parent_of(node: Node) -> Node:
+    """The node before `node`, which is not the root."""
     parent = node.parent
     assert parent is not None, "the root has no parent"
     return parent

@@ -9,7 +9,8 @@ Source: sglang 0.5.23, `mem_cache/unified_cache/components/swa.py`, `unified_tre
 from heapq import heapify, heappop
 from math import inf
 
-from sim.systems.sglang.tree import EvictionPolicy, Keys, Match, Node, PrefixTree, _parent, _shared
+from sim.systems.sglang.tree import EvictionPolicy, Keys, Match, Node, PrefixTree, parent_of
+from traces.hash_ids import num_shared
 
 
 class WindowNode(Node):
@@ -55,7 +56,7 @@ class WindowTree(PrefixTree):
             assert isinstance(node, WindowNode)
             found.append(node)
             covered += len(node.keys)
-            node = _parent(node)
+            node = parent_of(node)
         return found
 
     # -- looking up ----------------------------------------------------------------------------------------------------
@@ -70,7 +71,7 @@ class WindowTree(PrefixTree):
         # All that there is will do where it is less than a window.
         run: float = inf
         while depth < limit and (child := node.children.get(keys[depth])) is not None:
-            shared = _shared(child.keys, keys, depth, limit)
+            shared = num_shared(child.keys, 0, keys, depth, limit)
             is_whole = shared == len(child.keys)
             node = child if is_whole else self._split(child, shared)
             assert isinstance(node, WindowNode)
@@ -117,7 +118,7 @@ class WindowTree(PrefixTree):
             above.window_lock -= 1
             if above.in_window and not above.window_lock:
                 self.num_window_idle += len(above.keys)
-            above = _parent(above)
+            above = parent_of(above)
         super().unlock(node)
 
     # -- inserting -----------------------------------------------------------------------------------------------------
@@ -135,7 +136,7 @@ class WindowTree(PrefixTree):
         node, depth, copies = root, 0, 0
         while depth < length and (child := node.children.get(keys[depth])) is not None:
             child.used = self._tick()
-            shared = _shared(child.keys, keys, depth, length)
+            shared = num_shared(child.keys, 0, keys, depth, length)
             if shared < len(child.keys):
                 child = self._split(child, shared)
             child.priority = max(child.priority, priority)
@@ -150,16 +151,13 @@ class WindowTree(PrefixTree):
             if depth > counted:
                 self._count(node)
         if depth < length:
-            leaf = self._new_node(node, tuple(keys[depth:length]))
-            leaf.priority = priority
-            node.children[leaf.keys[0]] = leaf
-            self._bring(leaf)
-            self._note_leaf(node)
+            leaf = self._grow(node, keys[depth:length], priority)
+            assert isinstance(leaf, WindowNode)
             if slid < length:
                 if slid > depth:
                     self._split(leaf, slid - depth)
                 if len(leaf.keys) > self.window_pages:
-                    # Who holds the leaf holds no more than a window.
+                    # What holds the leaf holds no more than a window.
                     head = self._split(leaf, len(leaf.keys) - self.window_pages)
                     assert isinstance(head, WindowNode)
                     self._have_window(head)
