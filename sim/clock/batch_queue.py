@@ -12,6 +12,7 @@ from collections import deque
 from typing import Any
 
 from sim.clock.member import Member
+from sim.clock.pipeline import pass_stages
 from sim.cost.lanes import Lane
 from sim.engine.plan import IterationPlan, StepTimes
 from sim.engine.sequence import Sequence
@@ -74,14 +75,12 @@ class BatchQueue(Member):
         whole_s, prelude_s = cost.iteration_s(plan) + plan.added_s, cost.prelude_s(plan)
         num_sequences = plan.num_decodes + len(plan.chunks)
         host_s = prelude_s + (cost.host.seconds(num_sequences) if cost.host is not None else 0.0)
-        tokens = plan.prefill_tokens + plan.num_decodes + plan.num_single_chunks
         stage_s = (whole_s - prelude_s) / self.stages
         free_s = end_s = self.lanes.host.reserve(now_s, host_s, "host")
         if self.schedules_ahead:
             end_s = max(end_s, left_s[0])
         began_s = max(end_s, lanes[0].free_s)
-        for number, lane in enumerate(lanes):
-            end_s = lane.reserve(end_s + (self.hand_over_s_per_token * tokens if number else 0.0), stage_s, plan.kind)
+        end_s = pass_stages(lanes, end_s, stage_s, self.hand_over_s_per_token * plan.num_tokens, plan.kind)
         left_s.append(end_s)
         times = StepTimes(1, end_s, 0.0, 0.0, end_s, 1)
         self.iterations += 1

@@ -8,6 +8,7 @@ through all stages. One loop on the host launches them all. An iteration takes
 an equal part of the computation at each stage, and waits at a stage that another batch is in.
 """
 
+from collections.abc import Iterable
 from math import inf
 from typing import Any
 
@@ -17,6 +18,15 @@ from sim.cost.lanes import Lane
 from sim.cost.model import CostModel
 from sim.cost.pricing import Pricer
 from sim.engine.plan import IterationPlan, StepTimes
+
+
+def pass_stages(lanes: Iterable[Lane], ready_s: float, stage_s: float, hand_over_s: float, label: str) -> float:
+    """Occupy each stage's lane for `stage_s`, one after the other; returns when the last is left, s."""
+    end_s, before_s = ready_s, 0.0
+    for lane in lanes:
+        end_s = lane.reserve(end_s + before_s, stage_s, label)
+        before_s = hand_over_s
+    return end_s
 
 
 class Pipeline:
@@ -44,11 +54,9 @@ class Pipeline:
             return ready_s
         stage_s = (whole_s - host_s) / self.stages
         host_s += self.cost.added_host_s(plan.num_decodes + len(plan.chunks))
-        hand_over_s = self.hand_over_s_per_token * (plan.prefill_tokens + plan.num_decodes + plan.num_single_chunks)
-        end_s = self.host_free_s = max(ready_s, self.host_free_s) + host_s
-        for number, lane in enumerate(self.lanes):
-            end_s = lane.reserve(end_s + (hand_over_s if number else 0.0), stage_s, plan.kind)
-        return end_s
+        self.host_free_s = max(ready_s, self.host_free_s) + host_s
+        hand_over_s = self.hand_over_s_per_token * plan.num_tokens
+        return pass_stages(self.lanes, self.host_free_s, stage_s, hand_over_s, plan.kind)
 
     def next_place(self, at_s: float) -> int:
         """Place of the virtual engine that DistServe's loop turns to next after `at_s`.

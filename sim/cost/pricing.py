@@ -335,7 +335,7 @@ class Pricer:
         Returns the computation's duration and by how much copies are stretched.
         """
         cost = self.cost
-        busy_s = cost.all_reduce_s(plan.prefill_tokens + plan.num_decodes + plan.num_single_chunks)
+        busy_s = cost.all_reduce_s(plan.num_tokens)
         stretch = compute_s / (compute_s - busy_s)
         blocks = plan.behind_blocks + sum(move.num_blocks for move in plan.beside if not move.uses_disk)
         blocks += sum(streamed.num_read + streamed.num_written for streamed in plan.streamed)

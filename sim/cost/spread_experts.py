@@ -145,7 +145,7 @@ class SpreadExpertsCost(RooflineCost):
 
     def set_together(self, plans: Sequence[IterationPlan | None], idle_tokens: int = 1) -> list[float]:
         """`others_s` of each rank where they iterate together; one without a plan computes `idle_tokens` of nothing."""
-        own = [0 if plan is None else plan.prefill_tokens + plan.num_decodes + plan.num_single_chunks for plan in plans]
+        own = [0 if plan is None else plan.num_tokens for plan in plans]
         computed = [max(idle_tokens, tokens) for tokens in own]
         alone = all(plan is None or not plan.prefill_tokens for plan in plans)
         if max(computed) <= (self.most_captured if alone else min(self.most_captured, self.captured_tokens)):
@@ -173,7 +173,7 @@ class SpreadExpertsCost(RooflineCost):
         launches_s, self.launches_s = self.launches_s, 0.0
         seconds = super().iteration_s(plan) + self.others_s
         self.launches_s = launches_s
-        is_captured = plan.prefill_tokens + plan.num_decodes + plan.num_single_chunks <= self.captured_tokens
+        is_captured = plan.num_tokens <= self.captured_tokens
         return seconds if is_captured else max(seconds, launches_s)
 
 

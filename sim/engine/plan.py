@@ -171,6 +171,11 @@ class IterationPlan:
         return "decode" if not self.chunks else "mixed" if self.num_decodes else "prefill"
 
     @property
+    def num_tokens(self) -> int:
+        """Tokens that it computes."""
+        return self.prefill_tokens + self.num_decodes + self.num_single_chunks
+
+    @property
     def has_swaps(self) -> bool:
         """Whether blocks are copied before the computation."""
         return bool(self.swapped_out_blocks or self.swapped_in_blocks or self.mixed_restores)
