@@ -28,12 +28,12 @@ ONCE = ("embedding", "final_layernorm")
 """Kernels that an iteration runs once, by its tokens."""
 HEAD = ("lm_head", "sampler")
 SAMPLED_TOKENS = (1, 8, 32, 64, 128, 256, 512, 768, 1024, 1536, 2048)
-SAMPLED_CHUNKS = (16, 32, 64, 128, 256, 512, 1024, 2048)
+SAMPLED_CHUNKS = (16, 32, 64, 128, 256, 512, 1024)
 SAMPLED_DECODES = (1, 4, 16, 32, 64, 128)
 SAMPLED_CONTEXTS = (0, 128, 1024, 8192)
 """Points of the grids that become samples; the others are there to test a fit on."""
 
-UNLIKE_CHUNKS = (64, 512, 2048)
+UNLIKE_CHUNKS = (64, 512)
 UNLIKE_CONTEXTS = (512, 2048)
 """Chunks, without a context, and shorter of two contexts of which mixed rows of `skew.csv` become samples."""
 MOST_APART = 0.1

@@ -9,7 +9,7 @@ from parquet_small import put
 import kvtwin
 from calib.cli import DATA
 from calib.experts import read_expert_samples
-from calib.importers import aiconfigurator, steps, vidur
+from calib.importers import aiconfigurator, llmservingsim, steps, vidur
 from calib.importers.tables import Table
 from calib.samples import MADS, Sample, fault_of, read_comments, read_samples
 from sim.cost.profile import EXPERT_UNITS, read_profile
@@ -577,6 +577,37 @@ def test_parquet_without_pyarrow_asks_for_it(tables, monkeypatch):
     monkeypatch.setattr(aiconfigurator, "import_module", missing)
     with pytest.raises(UserError, match="needs pyarrow: pip install pyarrow"):
         composed(tables)
+
+
+def shipped(gpu):
+    return read_samples(DATA / f"{gpu}-imported.csv.gz")
+
+
+@pytest.mark.parametrize("gpu", ["rtx-4090", "rtx-pro-6000"])
+def test_shipped_samples_of_llmservingsim_are_on_the_grids_that_are_taken(gpu):
+    """The grids say which rows of a table become samples: no more and no fewer than are there."""
+    samples = shipped(gpu)
+    mixed = [s for s in samples if s.is_mixed and not s.longest_context_tokens]
+    assert {s.new_tokens for s in samples if s.op == "elementwise"} == set(llmservingsim.SAMPLED_TOKENS)
+    assert {s.new_tokens for s in mixed} == set(llmservingsim.SAMPLED_CHUNKS)
+    assert {s.decodes for s in mixed} == set(llmservingsim.SAMPLED_DECODES)
+    assert {s.context_tokens for s in mixed} == set(llmservingsim.SAMPLED_CONTEXTS)
+    assert {s.new_tokens for s in samples if s.longest_context_tokens and s.decodes} == {*llmservingsim.UNLIKE_CHUNKS}
+
+
+def test_shipped_samples_of_vidur_are_on_the_grid_that_is_taken():
+    grid = {tokens for tokens in vidur.SAMPLED_TOKENS if tokens >= vidur.LEAST_BETWEEN_TOKENS}
+    assert {sample.new_tokens for sample in shipped("a100-80g") if sample.op == "elementwise"} == grid
+
+
+@pytest.mark.parametrize("name", [name for name in aiconfigurator.SYSTEMS if not name.startswith("rtx")])
+def test_shipped_all_reduces_of_a_system_are_all_that_are_taken_of_it(name):
+    """Those of its groups, from one token's bytes to a long prompt's; no GB200 has eight GPUs."""
+    system = aiconfigurator.SYSTEMS[name]
+    reduces = [sample for sample in shipped(system.gpu) if sample.op == "all_reduce"]
+    sizes = {sample.num_bytes for sample in reduces}
+    assert {sample.tp for sample in reduces} == {*system.reducing_gpus} - ({8} if name == "gb200" else set())
+    assert (min(sizes), max(sizes)) == (aiconfigurator.LEAST_REDUCED_BYTES, aiconfigurator.MOST_REDUCED_BYTES)
 
 
 @pytest.mark.skipif(find_spec("aiconfigurator_core") is None, reason="aiconfigurator-core is not installed")

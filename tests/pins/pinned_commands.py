@@ -55,6 +55,9 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "run of hours": (f"run --policy vllm-swap {SLOW} --out o --figures --timeline", "report o"),
     "compare": (f"compare {TWO} {CROWD} --out o", "report o"),
     **{name: (f"{name.split()[0]} study.toml --out o --jobs 1",) for name in STUDIES},
+    **{f"plan at {rate}": (f"plan --workload uniform --input-len 300 --output-len 20 --request-rate {rate} --jobs 1 "
+       f"--num-prompts 60 --model llama-2-7b --gpu l20 {PROFILE} --max-gpus 2 --max-num-batched-tokens 512 --seeds 2 "
+       "--kv-cache-dtype auto --slo p99_ttft_ms:900 p99_tpot_ms:60 --out o",) for rate in (8, 30)},
     "trace": ("trace generate sessions --num-prompts 40 --request-rate 3 --turns 3 --seed 2 -o t.jsonl", "trace list",
               "trace inspect t.jsonl", "trace convert t.jsonl -o t.csv --clip 600"),
     "workloads": tuple(f"trace generate {name} --num-prompts 9 --seed 3 -o {name}.jsonl" for name in WORKLOADS),
@@ -106,7 +109,9 @@ def left(path: Path) -> Iterator[str]:
         yield from re.sub(
             r"<(script|style).*?</\1>", "", path.read_text().replace(VERSION, "VERSION"), flags=re.S
         ).splitlines()
-    if path.name == "comparison.json":
+    if path.suffix in (".txt", ".md", ".yaml"):
+        yield from path.read_text().splitlines()
+    if path.name in ("comparison.json", "tune.json", "plan.json"):
         yield from lines_of(json.loads(path.read_text()))
 
 

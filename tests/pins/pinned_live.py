@@ -282,6 +282,7 @@ async def whole() -> list[str]:
         _, page = await service.get("/metrics")
         # What else is there depends on how soon the engine heard of stop strings.
         counted = ("kvtwin_requests_accepted", "kvtwin_error_answers", "kvtwin_prompt_tokens")
+        found += [line.rpartition(" ")[0] for line in page.splitlines() if "_bucket" in line]
         return found + [line for line in page.splitlines() if line.startswith(counted)]
 
 

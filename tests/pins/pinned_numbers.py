@@ -1,23 +1,37 @@
 """Numbers that predictions begin with: models' sizes, pools of blocks, seconds of iterations, copies and layers."""
 
 import inspect
+import json
+import sys
+import tempfile
 from collections.abc import Iterator
 from functools import cache, partial
+from itertools import product
 from pathlib import Path
 
 import msgspec
-from pinned import L20, T4, Table, rounded
+from pinned import L20, ROOT, T4, Table, rounded
+
+sys.path.insert(0, str(ROOT / "tests/cost"))
+sys.path.insert(0, str(ROOT / "tests/specs"))
+
+import test_cost_table as table
+import test_specs_hf_config as hf
 
 from sim.bounds.step_price import step_prices
+from sim.cost.engine_profile import load_engine_profile
 from sim.cost.forms import build_cost
 from sim.cost.model import CostModel
 from sim.cost.profile import Constant, load_profile, read_profile
+from sim.cost.spread_experts import SpreadExpertsCost
 from sim.engine.changes import Direction
 from sim.engine.plan import CONTINUED, IterationPlan, WindowTokens
 from sim.engine.sequence import Sequence
 from sim.errors import UserError
 from sim.specs import hardware
+from sim.specs.expert_layout import ExpertLayout
 from sim.specs.hardware import load_hardware
+from sim.specs.hf_families import FAMILIES
 from sim.specs.json_file import built_in_names
 from sim.specs.kv_format import kv_dtype
 from sim.specs.memory import activation_bytes, kv_cache_blocks, peak_bytes
@@ -51,6 +65,43 @@ def sizes(name: str) -> Iterator[str]:
         kv = model.kv_format()
         found = kv.window, kv.num_full_readers, kv.num_window_readers, kv.num_full_stored, kv.num_window_stored
         yield f"{label} window and layers = {found}"
+
+
+CONFIGS = {
+    "dense": (hf.LLAMA, lambda family: True), "experts": (hf.EXPERTS, lambda family: family.moe),
+    "latent": (hf.LATENT, lambda family: family.mla), "states": (hf.STATES, lambda family: family.gdn),
+}  # fmt: skip
+"""A config of each kind, and the families that may have it."""
+OTHERWISE = (
+    {}, {"num_experts": 6, "n_routed_experts": 6, "num_experts_per_tok": 2}, {"num_local_experts": 4, "head_dim": 16},
+    {"sliding_window": 64, "use_sliding_window": True, "max_window_layers": 1}, {"attention_bias": True},
+    {"tie_word_embeddings": True, "num_shared_experts": 2, "shared_expert_intermediate_size": 40},
+    {"quantization_config": {"quant_method": "fp8", "weight_block_size": [32, 16]}},
+    {"quantization_config": {"quant_method": "gptq", "bits": 3, "group_size": 32}},
+    {"quantization_config": {"quant_algo": "NVFP4", "kv_cache_quant_algo": "FP8"}},
+    {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 32}, {"index_topk": 64},
+    {"index_topk": 64, "index_n_heads": 4, "index_head_dim": 32}, {"num_nextn_predict_layers": 0},
+)  # fmt: skip
+"""What configs may have beside the fields that all of a kind have."""
+
+
+def configs(kind: str) -> Iterator[str]:
+    """What models of each family are read as, or why they are refused."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "a-model.json"
+
+        def read(_: int) -> ModelSpec:
+            return load_model(str(path))
+
+        config, may_have = CONFIGS[kind]
+        families = [name for name, family in FAMILIES.items() if may_have(family)]
+        for family, more in product(families, OTHERWISE):
+            path.write_text(json.dumps({**config, "model_type": family, **more}))
+            yield f"{family} {more}: {answer_of(read, 1)!r}".replace(folder, "FOLDER")
+        if kind == "dense":
+            for more, _ in hf.REFUSED:
+                path.write_text(json.dumps({**config, **more}))
+                yield f"{more}: {answer_of(read, 1)}".replace(folder, "FOLDER")
 
 
 def answer_of(method, tp: int) -> object:
@@ -90,9 +141,9 @@ def costs() -> dict[str, tuple[ModelSpec, CostModel]]:
                 for tp in (1, 2):
                     cost = build_cost(model, load_hardware(name), profile, tp, 2.0**21)
                     found[f"{label} on {tp} {name}"] = model, cost
-    for shipped in ("h100-imported", "rtx-4090-imported", "a100-80g-imported"):
-        profile, model = load_profile(shipped), load_model("llama-3.1-8b")
-        found[shipped] = model, build_cost(model, load_hardware(profile.gpu), profile, 1, 2.0**21)
+    for shipped, name in SHIPPED:
+        profile, model = load_profile(f"{shipped}-imported"), load_model(name)
+        found[f"{name} on {shipped}"] = model, build_cost(model, load_hardware(profile.gpu), profile, 1, 2.0**21)
     model, gpu = load_model("llama-2-7b"), load_hardware("l20")
     found["paper"] = model, build_cost(model, gpu, golden["l20"], 1, 2.0**23, "paper")
     tiles = {name: Constant(value, None, "", "tests") for name, value in (("attention_tile_tokens", 100.0),
@@ -100,7 +151,23 @@ def costs() -> dict[str, tuple[ModelSpec, CostModel]]:
     tiled = msgspec.structs.replace(golden["l20"], constants=golden["l20"].constants | tiles)
     for name in ("llama-2-7b", "llama-3.1-70b"):
         found[f"{name}, tiles"] = load_model(name), build_cost(load_model(name), gpu, tiled, 1, 2.0**21)
+    found["tables"] = table.MODEL, table.machine().cost
+    # A profile without kernels of experts and one with them; with an engine's graphs and without.
+    ends = (golden["l20"], None), (load_profile("h100-imported"), load_engine_profile("vllm-v1"))
+    for (kind, layout), (profile, host) in product(LAYOUTS.items(), ends):
+        model = load_model("qwen3-30b-a3b")
+        hardware = load_hardware(profile.gpu)
+        cost = build_cost(model, hardware, profile, layout.tp, 2.0**21, engine=host, experts=layout)
+        found[f"{kind} on {layout.gpus} {profile.gpu}"] = model, cost
     return found
+
+
+SHIPPED = [(gpu, "llama-3.1-8b") for gpu in ("h100", "rtx-4090", "a100-80g")]
+SHIPPED += [("h200", name) for name in ("qwen3.5-35b-a3b", "deepseek-v3.2", "gpt-oss-20b", "qwen3-30b-a3b")]
+LAYOUTS = {
+    "shares of experts": ExpertLayout(2, 4), "shares in a group": ExpertLayout(4),
+    "whole experts": ExpertLayout(1, 8, expert_parallel=True, skew=0.6),
+}  # fmt: skip
 
 
 def plan_of(chunks: tuple[tuple[int, int], ...], decodes: int, context: int, window: int | None) -> IterationPlan:
@@ -142,11 +209,26 @@ def prices(name: str) -> Iterator[str]:
         found = [cost.copy_s(blocks * 2.0**20, count, way) for way in Direction]
         yield f"{blocks} blocks of {layers} layers = {count} {rounded(found)}"
     yield from (f"at least {rounded(price)}" for price in step_prices(cost, 16, 900))
+    if isinstance(cost, SpreadExpertsCost):
+        yield from ranks(cost)
     facts = cost.beyond, cost.all_reduce_on_pcie, cost.num_all_reduces, not cost.straight_decodes
     yield f"beyond what was measured, and so on = {rounded(facts)}"
 
 
+def ranks(cost: SpreadExpertsCost) -> Iterator[str]:
+    """What data-parallel ranks wait for one another, and iterations of those that do."""
+    plans = {name: plan_of(*given, window=None) for name, given in PLANS.items()}
+    for one, other in product(plans, ("one decode", "decodes", "a chunk", None)):
+        others_s = cost.set_together([plans[one], None if other is None else plans[other]])
+        cost.others_s = 1e-3
+        yield f"{one} beside {other} = {rounded(others_s)}, later {rounded(cost.iteration_s(plans[one]))}"
+        cost.others_s = 0.0
+    for tokens in (0, 1, 30, 33, 5000, 10**7):
+        yield f"experts over {tokens} = {rounded((cost.experts_s(tokens), cost.spread_s(tokens)))}"
+
+
 TABLES = {
     "models": Table(built_in_models(), lambda name: {"sizes": [*sizes(name)], "pools": [*pools(name)]}),
+    "configs": Table(list(CONFIGS), lambda name: {"read": [*configs(name)]}),
     "prices": Table(list(costs()), lambda name: {"prices": [*prices(name)]}),
 }

@@ -105,6 +105,14 @@ DEPLOYMENTS = {
     "uniform": SWAP + "--workload uniform --request-rate 9 --burstiness 0.4 --input-len 90 --output-len 50 "
     "--range-ratio 0.3 --clip 120",
     "azure": SWAP + "--workload azure-conv-2023 --request-rate 9 --num-gpu-blocks-override 300 --clip 1000",
+    "autoscaled": V1 + TRAFFIC["turns"] + " --autoscale hpa:target=3,max=4,start-s=1,interval-s=2,down-window-s=4",
+    "autoscaled by SLOs": V1 + TRAFFIC["turns"] + " --router least-loaded "
+    "--autoscale dynamo:max=5,ttft-ms=20,itl-ms=21,interval-s=0.7,sensitivity=70,start-s=0.5",
+    "ranks that share experts": V1 + TRAFFIC["turns"] + " --model qwen3-30b-a3b --data-parallel-size 2 "
+    "--enable-expert-parallel",
+    "drafts": "--policy vllm-v1:spec-method=eagle3,spec-tokens=3,acceptance-rate=0.6 " + TRAFFIC["turns"],
+    "tiers": "--policy vllm-v1:cpu-chunks=30,storage-space=0.05,storage-read-gb-per-s=2,storage-latency-us=900 "
+    + TRAFFIC["turns"],
     "fixed": SWAP + "--workload fixed --request-rate inf --input-len 100 --output-len 20",
 }
 

@@ -20,6 +20,7 @@ from sim.run.prepare import Setup, prepare, with_one_swap_space
 from sim.specs import hardware
 from sim.specs.json_file import built_in_names
 from sim.specs.models import built_in_models
+from sim.study.serve_commands import manifest, run_command, serve_commands
 from sim.systems import POLICIES
 from sim.systems.base import Asked
 
@@ -178,9 +179,40 @@ def of_setups(name: str) -> Answers:
     return {"setups": [line for place in range(first, first + TOGETHER) for line in setup_of(place)]}
 
 
+ENGINES: dict[str, dict[str, object]] = {
+    "one engine": {},
+    "a large one": {"tp": 4, "pipeline_parallel_size": 2, "max_num_seqs": 64, "enable_prefix_caching": False,
+                    "gpu_memory_utilization": 0.8, "swap_space": 2.0, "max_num_batched_tokens": 512, "dtype": "half"},
+    "several": {"replicas": 3, "router": "prefix-affinity", "kv_cache_dtype": "fp8", "block_size": 32},
+    "ranks": {"model": "qwen3-30b-a3b", "data_parallel_size": 2, "enable_expert_parallel": True, "max_model_len": 900},
+    "pools": {"prefill_replicas": 2, "decode_replicas": 3, "prefill_tp": 2, "decode_tp": 4, "link_gbps": 50.0},
+}  # fmt: skip
+SERVED = (
+    *POLICIES, "vllm-v1:async-scheduling=false,watermark=0.1,long-prefill-token-threshold=64",
+    "vllm-v1:kv-offloading-size=8,offload-outputs=true", "vllm-v1:stage=hand-over", "vllm-v1:stage=nixl",
+    "vllm-v1:spec-method=ngram,spec-tokens=3", "vllm-v1:spec-method=eagle3,spec-tokens=2,acceptance-rate=0.7",
+    "vllm-v1:spec-method=draft_model,spec-tokens=4,spec-model=llama-2-7b,acceptance-rate=0.7", "vllm-v1:order=priority",
+    "vllm-v1:enable-lora=true,max-loras=2,max-lora-rank=32", "sglang:schedule-policy=fcfs,max-new-tokens=99",
+    "sglang:enable-dp-attention=true", "sglang:schedule-conservativeness=0.4",
+)  # fmt: skip
+
+
+def of_servers(label: str) -> Answers:
+    """How servers are started that do what was simulated, as commands and for Kubernetes; and the run's own command."""
+    found = list[str]()
+    for policy in SERVED:
+        options = {"model": "llama-2-7b", "gpu": "h100", "policy": policy, **ENGINES[label], **WORKLOAD}
+        for of in (serve_commands, manifest):
+            answer = attempt(of, options)
+            lines = answer.splitlines() if isinstance(answer, str) else answer or [None]
+            found += [f"{policy}: {line}" for line in lines]  # pyright: ignore[reportGeneralTypeIssues]
+    return {"servers": found, "run": [run_command({**WORKLOAD, **ENGINES[label], "goodput": ("ttft:300",)}, "o")]}
+
+
 TABLES = {
     "policies": Table(list(POLICIES), of_policy),
     "policies as written": Table(["odd"], of_texts),
     "scenarios": Table(list(BESIDE), of_scenarios),
+    "servers": Table(list(ENGINES), of_servers),
     "setups": Table([f"{place} to {place + TOGETHER - 1}" for place in range(0, PREPARED, TOGETHER)], of_setups),
 }
