@@ -1,11 +1,12 @@
 """Form `roofline` where routed experts lie on all GPUs of an engine: of every data-parallel rank, whole or in shares.
 
 The ranks compute attention, shared experts and all else each for its own sequences. At every layer with routed experts
-the tokens of all meet: an all-gather brings them to every GPU (`dispatch`), each computes what it has of the experts,
-and a reduce-scatter brings the sums back (`combine`). That is vLLM's `--all2all-backend allgather_reducescatter`, its
-default, and what SGLang's attention in data parallelism does. So an iteration lasts
+the tokens of all meet: by default an all-gather brings them to every GPU (`dispatch`), each computes what it has of the
+experts, and a reduce-scatter brings the sums back (`combine`). That is vLLM's `--all2all-backend
+allgather_reducescatter`, and what SGLang's attention in data parallelism does. DeepEP sends tokens where their experts
+are (`sim.cost.all2all`). So an iteration lasts
 
-    max over ranks (all but the routed experts) + layers x (all-gather + experts of the slowest GPU + reduce-scatter)
+    max over ranks (all but the routed experts) + layers x (dispatch + experts of the slowest GPU + combine)
 
 - **Shares of every expert** (no expert parallelism): as in a tensor-parallel group of all GPUs.
 - **Whole experts**: E/G on each of G GPUs. What the slowest takes is a mean over draws (`sim.specs.expert_loads`). Rows
@@ -21,12 +22,13 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from math import sqrt
 
+from sim.cost.all2all import DeepEP
 from sim.cost.kernels import Grid, grid_of, value_at
 from sim.cost.model import ACTIVATION_BYTES, ridge
 from sim.cost.profile import EXPERT_UNITS, Profile, product_name
 from sim.cost.roofline import RooflineCost
 from sim.engine.plan import IterationPlan
-from sim.specs.expert_layout import ExpertLayout
+from sim.specs.expert_layout import ALL_GATHER, ExpertLayout
 from sim.specs.expert_loads import ExpertLoads
 from sim.specs.hardware import HardwareSpec
 from sim.specs.models import ModelSpec
@@ -48,7 +50,7 @@ class SpreadExpertsCost(RooflineCost):
         self._experts_s: dict[int, float] = {}
         self._drawn_s: dict[int, float] = {}
         super().__init__(model, hardware, profile, layout.tp)
-        self._set_exchange(model, profile)
+        self._set_exchange(model, hardware, profile)
 
     def _set_experts(self, model: ModelSpec, profile: Profile) -> None:
         moe, layout = model.moe, self.layout
@@ -72,8 +74,16 @@ class SpreadExpertsCost(RooflineCost):
         self.expert_s_per_row = self.expert_s_per_token / moe.experts_per_token
         self.weights_s_per_expert = self.expert_weights_s / moe.num_experts
 
-    def _set_exchange(self, model: ModelSpec, profile: Profile) -> None:
-        moe, ranks, value = model.moe, self.layout.ranks, profile.value
+    def _set_exchange(self, model: ModelSpec, hardware: HardwareSpec, profile: Profile) -> None:
+        self.deepep: tuple[DeepEP, DeepEP] | None = None
+        """Where all ranks decode, and where any prefills; None: the collectives."""
+        layout = self.layout
+        if layout.backend != ALL_GATHER:
+            decode, prefill = (
+                DeepEP(name, model, hardware.name, layout) for name in (layout.backend, layout.prefill_backend)
+            )
+            self.deepep = decode, prefill
+        moe, ranks, value = model.moe, layout.ranks, profile.value
         assert moe
         combined = model.hidden_size * ACTIVATION_BYTES
         self.exchanged_bytes = combined + CHOICE_BYTES * moe.experts_per_token, combined
@@ -85,9 +95,9 @@ class SpreadExpertsCost(RooflineCost):
         self.exchange_chunk_s = value("allreduce_chunk_s")
 
     def exchange_s(self, tokens: int) -> float:
-        """Dispatch and combine of `tokens` tokens of all ranks, in all layers, s."""
-        if self.layout.ranks == 1:
-            # The group's all-reduce sums what its GPUs' experts found.
+        """Dispatch and combine of `tokens` tokens of all ranks by collectives, in all layers, s; 0 by DeepEP."""
+        if self.layout.ranks == 1 or self.deepep:
+            # Of one rank the group's all-reduce sums what its GPUs' experts found.
             return 0.0
         return self.expert_layers * sum(
             self._collective_s(tokens * size, grid)
@@ -101,16 +111,22 @@ class SpreadExpertsCost(RooflineCost):
         moved_s = self.exchange_s_per_byte * num_bytes
         return self.exchange_fixed_s + moved_s + 2 * sqrt(self.exchange_chunk_s * moved_s)
 
-    def spread_s(self, tokens: int) -> float:
-        """Routed experts of all layers over `tokens` tokens of all ranks, dispatch and combine included, s."""
+    def spread_s(self, tokens: int, most: int, *, prefills: bool = False) -> float:
+        """Routed experts of all layers, dispatch and combine included, s.
+
+        Args:
+            tokens: of all ranks.
+            most: of one rank.
+            prefills: whether any rank does.
+        """
         seconds = self._experts_s.get(tokens)
         if seconds is None:
             seconds = self._experts_s[tokens] = self._slowest_s(tokens) + self.exchange_s(tokens)
-        return seconds
+        return seconds + self.expert_layers * self.deepep[prefills].seconds(most) if self.deepep else seconds
 
     def experts_s(self, tokens: int) -> float:
-        """The same where every rank has `tokens` tokens, s."""
-        return self.spread_s(self.layout.ranks * tokens)
+        """The same where every rank has `tokens` tokens, as if all decoded, s."""
+        return self.spread_s(self.layout.ranks * tokens, tokens)
 
     def _slowest_s(self, tokens: int) -> float:
         """Routed experts of the slowest GPU, s."""
@@ -151,7 +167,7 @@ class SpreadExpertsCost(RooflineCost):
         if max(computed) <= (self.most_captured if alone else min(self.most_captured, self.captured_tokens)):
             # Graphs are of one size on all ranks.
             computed = [self._padded(max(computed)) if alone else max(computed)] * len(own)
-        spread_s = self.spread_s(sum(computed))
+        spread_s = self.spread_s(sum(computed), max(computed), prefills=not alone)
         found = []
         for plan, tokens, run in zip(plans, own, computed, strict=True):
             if plan is None or not tokens:
@@ -167,14 +183,14 @@ class SpreadExpertsCost(RooflineCost):
         return tokens if self.padded is None else self.padded(tokens)
 
     def iteration_s(self, plan: IterationPlan) -> float:
-        if not self.others_s or not plan.prefill_tokens or not self.launches_s:
+        if not self.others_s or not self.launches_s:
             return super().iteration_s(plan) + self.others_s
         # What launching takes is taken once, whatever the others add.
         launches_s, self.launches_s = self.launches_s, 0.0
         seconds = super().iteration_s(plan) + self.others_s
         self.launches_s = launches_s
-        is_captured = plan.num_tokens <= self.captured_tokens
-        return seconds if is_captured else max(seconds, launches_s)
+        captured = self.captured_tokens if plan.prefill_tokens else self.captured_decodes
+        return seconds if plan.num_tokens <= captured else max(seconds, launches_s)
 
 
 def _as_products(model: ModelSpec, profile: Profile) -> dict[str, float]:

@@ -158,6 +158,10 @@ class Scenario:
     enable_expert_parallel: bool = _flag(
         False, "whole experts lie on each GPU of an engine, instead of a share of every expert", sparse=True
     )
+    all2all_backend: str | None = _flag(
+        None, "what dispatches tokens to whole experts of data-parallel ranks: allgather_reducescatter (the default), "
+        "deepep_high_throughput or deepep_low_latency", "NAME", sparse=True,
+    )  # fmt: skip
     expert_skew: float | None = _flag(
         None, "how unlike experts are chosen: the i-th as often as 1/i^X, which is which drawn by --seed (default: 0, "
         "all alike)", "X", least=0, sparse=True,
@@ -327,7 +331,7 @@ class OptionError(UserError):
 
 
 OF_LAYOUTS = ("tp", "pipeline_parallel_size", "data_parallel_size", "enable_expert_parallel", "replicas", "router")
-OF_LAYOUTS += ("prefill_replicas", "decode_replicas", "prefill_tp", "decode_tp")
+OF_LAYOUTS += ("all2all_backend", "prefill_replicas", "decode_replicas", "prefill_tp", "decode_tp")
 OF_LAYOUTS += ("prefill_pipeline_parallel_size", "decode_pipeline_parallel_size")
 """Options that say which engines there are, and on how many GPUs."""
 READING = (
@@ -392,6 +396,9 @@ def _check(scenario: Scenario) -> None:
         _check_pools(scenario)
     if scenario.expert_skew is not None and not scenario.enable_expert_parallel:
         raise OptionError("expert_skew", "goes with --enable-expert-parallel, without which no GPU has whole experts")
+    if scenario.all2all_backend is not None and not (scenario.enable_expert_parallel and scenario.data_parallel_size):
+        # vLLM ignores it then.
+        raise OptionError("all2all_backend", "goes with --data-parallel-size and --enable-expert-parallel; give both")
     if not 0.0 < scenario.gpu_memory_utilization <= 1.0:
         value = scenario.gpu_memory_utilization
         raise OptionError("gpu_memory_utilization", f"{value} is not in (0, 1]; vLLM's default is 0.9")

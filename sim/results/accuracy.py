@@ -26,6 +26,7 @@ from sim.results.load import mean_decoding, overload
 from sim.results.schema import Result
 from sim.results.sections import Accuracy, ErrorInterval
 from sim.run.prepare import Setup
+from sim.specs.expert_layout import ALL_GATHER
 
 ROWS_FILE = Path(__file__).with_name("accuracy.csv")
 METRICS = (
@@ -225,6 +226,8 @@ def _unlike(setup: Setup) -> str | None:
         return "no measured rows of pools or autoscaling"
     if setup.pp > 1:
         return "no measured rows of pipelines"
+    if setup.experts is not None and setup.experts.backend != ALL_GATHER:
+        return "no measured rows of DeepEP"
     return None
 
 

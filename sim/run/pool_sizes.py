@@ -12,7 +12,7 @@ from sim.parts.batching.lora_options import LoraOptions
 from sim.parts.catalogue import BATCHINGS, STAGES
 from sim.parts.options import GIB
 from sim.specs.adapters import adapter_bytes
-from sim.specs.expert_layout import ExpertLayout
+from sim.specs.expert_layout import ALL_GATHER, ExpertLayout
 from sim.specs.hardware import HardwareSpec
 from sim.specs.kv_format import KVGroups, hybrid_groups, like_groups
 from sim.specs.memory import LEAST_FLASHINFER_CAPABILITY, EngineMemory, kv_cache_blocks, state_block_size
@@ -68,7 +68,9 @@ def limits_of(
         stored_layers=layers,
         pipeline_parallel_size=pp,
         experts=experts,
-        further_weight_bytes=further + _adapter_bytes(policy, model, scenario.tp, warnings),
+        further_weight_bytes=further
+        + _adapter_bytes(policy, model, scenario.tp, warnings)
+        + _dispatch_bytes(scenario.all2all_backend, model, experts, engine),
         draft_kv_bytes_per_token=draft_kv,
         engine=memory,
     )
@@ -95,6 +97,15 @@ def limits_of(
         kept_of_prompt=sparse.kept_of_prompt if sparse is not None else None,
         stages=pp if is_queued else 1,
     )
+
+
+def _dispatch_bytes(backend: str | None, model: ModelSpec, experts: ExpertLayout | None, engine: EngineLimits) -> float:
+    """On each GPU, of the buffers of vLLM's all-to-all backend. SGLang's are beside the memory that it is given."""
+    if experts is None or backend in (None, ALL_GATHER):
+        return 0.0
+    from sim.cost.all2all import buffer_bytes  # noqa: PLC0415 - few runs have any
+
+    return buffer_bytes(model, experts, engine.max_num_batched_tokens)
 
 
 def default_swap_space_gib(scenario: Scenario, policy: Policy, hardware: HardwareSpec) -> float:

@@ -4,6 +4,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from msgspec import structs
+
 from sim.cost.changed_profile import profile_named
 from sim.cost.engine_profile import OF_POLICY, TODAYS, TODAYS_SERIAL, EngineProfile, load_engine_profile, release_of
 from sim.cost.forms import build_cost
@@ -20,7 +22,7 @@ from sim.parts.options import Conditional, conditional_options
 from sim.parts.stage.hand_over_options import MixedPoolOptions
 from sim.results.goodput import Goodput
 from sim.run.pool_sizes import default_swap_space_gib, has_rings, limits_of
-from sim.specs.expert_layout import ExpertLayout
+from sim.specs.expert_layout import ALL_GATHER, GPUS_OF_A_NODE, HIGH_THROUGHPUT, LOW_LATENCY, ExpertLayout
 from sim.specs.hardware import HardwareSpec, load_hardware
 from sim.specs.kv_format import kv_dtype
 from sim.specs.memory import OLDER
@@ -35,9 +37,10 @@ if TYPE_CHECKING:
 FORMS_WITH_ENGINE = ("roofline", "table")
 """Prices of other forms are all there is."""
 LOCKSTEP_BATCHINGS = ("unified", "extend-first")
-GPUS_OF_A_NODE = 8
 PIPELINED_BATCHINGS = ("vllm", "sarathi", "fastgen", "iteration-level")
 """Of which each batch in flight has a scheduler of its own, a virtual engine."""
+BUFFERED_TOKENS = 256
+"""vLLM's budget where experts have buffers for every token (`DEFAULT_MAX_NUM_BATCHED_TOKENS_FOR_BATCHED_DP`)."""
 QUANTIZATIONS = {"fp8": "fp8", "modelopt_fp4": "nvfp4"}
 """vLLM's `--quantization`, and the format of weights that it is."""
 LEAST_FP8 = 7.5
@@ -154,7 +157,10 @@ def _prepare(asked_for: Scenario, scenario: Scenario, label: str, policy: Policy
         warnings.append(
             f"--max-model-len {max_model_len} is beyond the {model.max_position_embeddings} positions of {model.name}"
         )
-    wanted = scenario.max_num_seqs, scenario.max_num_batched_tokens, scenario.enable_chunked_prefill
+    most_tokens = scenario.max_num_batched_tokens
+    if most_tokens is None and scenario.all2all_backend == LOW_LATENCY:
+        most_tokens = BUFFERED_TOKENS
+    wanted = scenario.max_num_seqs, most_tokens, scenario.enable_chunked_prefill
     engine = policy.engine_limits(
         Asked(max_model_len, *wanted, hardware.name, hardware.memory_bytes, scenario.data_parallel_size or 1)
     )
@@ -239,6 +245,9 @@ def _cost(
     """Prices of an engine of `scenario.tp` times `pp` GPUs, with the graphs that it captures."""
     if engine is not None:
         engine = engine.sized(limits.max_num_seqs, scenario.max_cudagraph_capture_size)
+        if experts is not None and experts.backend == HIGH_THROUGHPUT:
+            # vLLM and SGLang capture none then: the host waits for how many tokens come.
+            engine = structs.replace(engine, graph_batch_sizes=())
     block_bytes = limits.block_bytes * pp
     return build_cost(model, hardware, profile, scenario.tp, block_bytes, scenario.cost_form, engine, experts)
 
@@ -428,14 +437,20 @@ def _experts(
     if gpus == 1:
         return None
     assert model.moe
-    if scenario.enable_expert_parallel and gpus > model.moe.num_experts:
+    decode, prefill = policy.all2all(scenario.all2all_backend)
+    is_parallel = scenario.enable_expert_parallel or decode != ALL_GATHER
+    if is_parallel and gpus > model.moe.num_experts:
         raise UserError(
             f"--enable-expert-parallel: {gpus} GPUs are more than the {model.moe.num_experts} experts of {model.name}; "
             "take fewer, or leave it out"
         )
-    if ranks > 1 and gpus > GPUS_OF_A_NODE:
-        warnings.append(f"experts of {gpus} GPUs: what goes between nodes is priced as within one")
-    return ExpertLayout(scenario.tp, ranks, scenario.enable_expert_parallel, scenario.expert_skew or 0.0, scenario.seed)
+    if ranks > 1 and gpus > GPUS_OF_A_NODE and decode == ALL_GATHER:
+        warnings.append(
+            f"experts of {gpus} GPUs: collectives between nodes are priced as within one: 400 Gbit/s a GPU carry as "
+            "much, and latency of the network is left out"
+        )
+    skew = scenario.expert_skew or 0.0
+    return ExpertLayout(scenario.tp, ranks, is_parallel, skew, scenario.seed, decode, prefill)
 
 
 def _hides_host(scenario: Scenario) -> bool:

@@ -1,6 +1,10 @@
-"""`ExpertLayout`: which GPUs share the routed experts of a model, and how."""
+"""`ExpertLayout`: which GPUs share the routed experts of a model, how, and what brings tokens to them."""
 
 import msgspec
+
+GPUS_OF_A_NODE = 8
+ALL_GATHER, HIGH_THROUGHPUT, LOW_LATENCY = "allgather_reducescatter", "deepep_high_throughput", "deepep_low_latency"
+"""All-to-all backends that have prices, by vLLM's names (`--all2all-backend`)."""
 
 
 class ExpertLayout(msgspec.Struct, frozen=True):
@@ -12,6 +16,8 @@ class ExpertLayout(msgspec.Struct, frozen=True):
         expert_parallel: whole experts on each GPU; else each GPU has a share of every expert's width.
         skew: how unlike experts are chosen, 0: all alike; the i-th as often as 1 / i^skew.
         seed: of the draw that says which experts are chosen most.
+        backend: what dispatches and combines where all ranks decode.
+        prefill_backend: the same where any rank prefills.
     """
 
     tp: int = 1
@@ -19,6 +25,8 @@ class ExpertLayout(msgspec.Struct, frozen=True):
     expert_parallel: bool = False
     skew: float = 0.0
     seed: int = 0
+    backend: str = ALL_GATHER
+    prefill_backend: str = ALL_GATHER
 
     @property
     def gpus(self) -> int:

@@ -22,8 +22,8 @@ PROXY = "tests/v1/kv_connector/nixl_integration/toy_proxy_server.py"
 HEAD = "HEAD"
 """Stands for a drafting head's weights, which only the user can name."""
 ENGINE = (
-    "pipeline_parallel_size", "data_parallel_size", "enable_expert_parallel", "max_num_batched_tokens", "max_num_seqs",
-    "kv_cache_dtype", "block_size", "max_model_len", "dtype", "quantization",
+    "pipeline_parallel_size", "data_parallel_size", "enable_expert_parallel", "all2all_backend",
+    "max_num_batched_tokens", "max_num_seqs", "kv_cache_dtype", "block_size", "max_model_len", "dtype", "quantization",
     "gpu_memory_utilization", "num_gpu_blocks_override", "max_cudagraph_capture_size",
     "disable_hybrid_kv_cache_manager", "enable_prefix_caching", "num_cpu_blocks_override", "swap_space",
 )  # fmt: skip

@@ -25,6 +25,7 @@ from sim.kv.page_options import PageOptions
 from sim.parts.batching.async_scheduling import AsyncScheduling
 from sim.parts.batching.unified_options import VllmV1Options
 from sim.parts.catalogue import BATCHINGS, EVICTIONS, MEMORIES, STAGES
+from sim.specs.expert_layout import ALL_GATHER
 from sim.systems.builder import Builder, build_parts
 
 if TYPE_CHECKING:
@@ -120,6 +121,19 @@ class Policy(ABC):
     def options(self, kind: type[Options]) -> Options:
         """The options of a kind: its own, those of a part mixed in, or the defaults."""
         return next((found for found in (self, *self.mixed_options) if isinstance(found, kind)), None) or kind()
+
+    def all2all(self, backend: str | None) -> tuple[str, str]:
+        """What dispatches and combines where all ranks decode, and where any prefills; `backend` was asked for.
+
+        Raises:
+            UserError: it has no price.
+        """
+        if backend is None:
+            return ALL_GATHER, ALL_GATHER
+        from sim.cost.all2all import check_backend
+
+        check_backend(backend)
+        return backend, backend
 
     @property
     def can_cache_prefixes(self) -> bool:

@@ -206,7 +206,7 @@ def test_an_idle_rank_of_sglang_computes_nothing_and_one_of_vllm_a_token():
     plan = IterationPlan()
     plan.num_decodes = 4096
     (vllm, _), (sglang, _) = cost.set_together([plan, None]), cost.set_together([plan, None], 0)
-    assert vllm - sglang == pytest.approx(cost.spread_s(4097) - cost.spread_s(4096))
+    assert vllm - sglang == pytest.approx(cost.spread_s(4097, 4096) - cost.spread_s(4096, 4096))
 
 
 @pytest.mark.parametrize(

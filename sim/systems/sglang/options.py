@@ -8,6 +8,8 @@ from sim.kv.tiers.drive import Drive
 from sim.parts.options import MOST_GIB, CheckedOptions, Only, option
 
 PRIORITIES = Only("enable_priority_scheduling")
+DP_ATTENTION = Only("enable_dp_attention")
+DEEPEP = Only("moe_a2a_backend", "deepep")
 HICACHE = Only("enable_hierarchical_cache")
 STORES = Only("hicache_storage_backend")
 GIB = 1 << 30
@@ -50,6 +52,12 @@ class SglangOptions(CheckedOptions):
     disable_hybrid_swa_memory: bool = option(False, "layers with a window keep everything, like the others")
     enable_dp_attention: bool = option(
         False, "ranks of --data-parallel-size share the experts; chunk, seats and conservativeness are divided"
+    )
+    moe_a2a_backend: Literal["none", "deepep"] = option(
+        "none", "what dispatches tokens to experts: collectives, or DeepEP to whole ones on each GPU", only=DP_ATTENTION
+    )
+    deepep_mode: Literal["auto", "normal", "low_latency"] = option(
+        "auto", "DeepEP's kernels: auto has those of low latency where all ranks decode", only=DEEPEP
     )
     load_balance_method: Literal["round_robin", "total_requests", "total_tokens"] = option(
         "round_robin", "which rank gets a request: the next, or that with the fewest requests or tokens"

@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from sim.cost.engine_profile import TODAYS_SERIAL
 from sim.errors import UserError
+from sim.specs.expert_layout import HIGH_THROUGHPUT, LOW_LATENCY
 from sim.systems.base import Asked, EngineLimits, Policy, WindowPool
 from sim.systems.sglang.options import SLIDE_TOKENS, SglangOptions
 
@@ -93,6 +94,14 @@ class Sglang(SglangOptions, Policy):
                 "--sglang-enable-dp-attention; without it each has all of them: give that, or --replicas"
             )
         return None
+
+    def all2all(self, backend: str | None) -> tuple[str, str]:
+        if backend is not None:
+            raise UserError(f"--all2all-backend {backend}: is vLLM's; give --sglang-moe-a2a-backend deepep")
+        if self.moe_a2a_backend == "none":
+            return super().all2all(None)
+        decode = HIGH_THROUGHPUT if self.deepep_mode == "normal" else LOW_LATENCY
+        return decode, LOW_LATENCY if self.deepep_mode == "low_latency" else HIGH_THROUGHPUT
 
     def told(self, block_size: int | None) -> dict[str, int | bool]:
         page = self.page_size or block_size or self.default_block_size
