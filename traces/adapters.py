@@ -10,25 +10,13 @@ from traces.request import Request
 FIELD = "lora"
 
 
-def name_of(value: str | int | None) -> str:
-    """What a trace says of one request: a name, or a whole number; empty where nothing. ValueError where it is none."""
-    if value is None:
-        return ""
-    if isinstance(value, bool) or not isinstance(value, str | int):
-        raise ValueError(FIELD)
-    name = str(value).strip()
-    if "\n" in name or "\r" in name:
-        raise ValueError(FIELD)
-    return name
-
-
-def check_name(where: Where, value: object) -> str:
-    """The same, with the error that names what is wrong with it."""
-    try:
-        return name_of(value)  # type: ignore[arg-type]
-    except ValueError:
+def read_name(where: Where, value: object, *_: int) -> str:
+    """What a trace says of one request: a name, or a whole number; empty where nothing. TraceError where it is none."""
+    name = "" if value is None else str(value).strip()
+    if isinstance(value, bool) or not isinstance(value, str | int | None) or "\n" in name or "\r" in name:
         problem = "is not the name of an adapter"
-        raise where.error(FIELD, value, problem, "write it as sql-7b or 3, and nothing where there is none") from None
+        raise where.error(FIELD, value, problem, "write it as sql-7b or 3, and nothing where there is none")
+    return name
 
 
 def apart(lora: str, ids: tuple[int, ...]) -> tuple[int, ...]:

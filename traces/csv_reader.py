@@ -3,18 +3,18 @@
 import csv
 from collections.abc import Iterator
 from difflib import get_close_matches
+from itertools import repeat
 from pathlib import Path
 from typing import NamedTuple
 
-from traces import acceptance_rate, adapters, images, slos
 from traces.errors import TraceError
 from traces.fields import Where
 from traces.files import text_blocks
 from traces.hash_ids import check_hashes, check_output_hashes, hashes_fit, output_hashes_fit
-from traces.request import Request, ToolCall
+from traces.rare_fields import RARE_FIELDS, RARE_NAMES, check_calls_alone
+from traces.request import Request
 from traces.rows import Columns, LineReader, ReadOptions, Row
 from traces.stamps import TICKS_PER_S, StampClock
-from traces.tool_calls import FIELD, REMEDY, calls_fit, check_calls, parse_calls
 
 
 class CsvFormat(NamedTuple):
@@ -30,17 +30,12 @@ class CsvFormat(NamedTuple):
     block: str = ""
     output_hashes: str = ""
     priority: str = ""
-    calls: str = ""
-    slos: str = ""
-    acceptance_rate: str = ""
-    images: str = ""
-    lora: str = ""
+    rare: tuple[str, ...] = ("",) * len(RARE_NAMES)
 
     @property
     def by_column(self) -> tuple[str, ...]:
         """Names of what `Columns` has beside times and lengths, in its order; empty where the format lacks it."""
-        plain = self.session, self.hashes, self.block, self.output_hashes, self.priority, self.calls
-        return *plain, self.slos, self.acceptance_rate, self.images, self.lora
+        return self.session, self.hashes, self.block, self.output_hashes, self.priority, *self.rare
 
     @property
     def required(self) -> tuple[str, ...]:
@@ -55,7 +50,8 @@ class CsvFormat(NamedTuple):
     @property
     def numeric(self) -> tuple[str, ...]:
         """All of them that hold numbers or stamps."""
-        return tuple(name for name in (*self.required, *self.optional) if name not in (self.session, self.lora))
+        words = (self.session, RARE_NAMES[-1])
+        return tuple(name for name in (*self.required, *self.optional) if name not in words)
 
 
 # In the order of detection: the first whose required columns are all there is the file's format.
@@ -70,11 +66,7 @@ CSV_FORMATS = {
         block="hash_block_tokens",
         output_hashes="output_hash_ids",
         priority="priority",
-        calls="tool_calls",
-        slos=slos.FIELD,
-        acceptance_rate=acceptance_rate.FIELD,
-        images=images.FIELD,
-        lora=adapters.FIELD,
+        rare=RARE_NAMES,
     ),
     # 2025 adds NumImages; its image tokens are not in ContextTokens' prompt text and are not read.
     "azure": CsvFormat("TIMESTAMP", "ContextTokens", "GeneratedTokens", stamps=True),
@@ -146,7 +138,7 @@ class CsvReader(LineReader):
             close = get_close_matches(name, self.format.optional, cutoff=0.8)
             if close and name not in self.format.optional:
                 raise where.error("header", line, f"has an unknown column {name!r}", f"did you mean {close[0]!r}?")
-        if self.format.lora:
+        if any(self.format.rare):
             # Our own format; others have columns for others to read.
             known = (*self.format.required, *self.format.optional)
             self.unread = tuple(name for name in self.index if name not in known)
@@ -180,7 +172,7 @@ class CsvReader(LineReader):
         found = [columns[self.index[name]] if name in self.index else () for name in form.by_column]
         if not any(found):
             return plain
-        sessions, ids, sizes, output_ids, priorities, called, own_slos, rates, pictured, loras = found
+        sessions, ids, sizes, output_ids, priorities, *rare = found
         hashes = [tuple(map(int, cell.split())) for cell in ids]
         default = self.options.hash_block_tokens or 0
         blocks = [int(cell or 0) or default for cell in sizes] if ids and sizes else [default] * len(hashes)
@@ -191,24 +183,14 @@ class CsvReader(LineReader):
             hashes and all(map(output_hashes_fit, plain.prompts, plain.outputs, hashes, blocks, output_hashes))
         ):
             raise ValueError("output hash ids")
-        calls = list(map(parse_calls, called))
-        if not all(map(calls_fit, calls, plain.outputs)) or (any(calls) and any(output_hashes)):
+        where = Where(self.path, 0)  # what is wrong is told once rows are read one by one
+        told = [
+            list(map(field.of_cell, repeat(where), cells, plain.prompts, plain.outputs))
+            for field, cells in zip(RARE_FIELDS, rare, strict=True)
+        ]
+        if any(told[0]) and any(output_hashes):
             raise ValueError("tool calls")
-        seen = list(map(images.parse_images, pictured))
-        if not all(map(images.images_fit, seen, plain.prompts)):
-            raise ValueError("images")
-        return plain._replace(
-            sessions=sessions,
-            hashes=hashes,
-            blocks=blocks,
-            output_hashes=output_hashes,
-            priorities=[int(cell or 0) for cell in priorities],
-            calls=calls,
-            slos=list(map(slos.slos_of, own_slos)),
-            acceptance_rates=list(map(acceptance_rate.rate_of, rates)),
-            images=seen,
-            loras=list(map(adapters.name_of, loras)),
-        )
+        return Columns(*plain[:3], sessions, hashes, blocks, output_hashes, [int(c or 0) for c in priorities], *told)
 
     def row(self, where: Where, line: str) -> Row:
         """Return one row, quoted or not, or name its first wrong field."""
@@ -228,22 +210,11 @@ class CsvReader(LineReader):
         urgency = self._cell(cells, form.priority)
         priority = where.whole(form.priority, urgency) if urgency else 0
         session = cells[self.index[form.session]] if form.session in self.index else ""
-        calls = self._calls(where, self._cell(cells, form.calls), output, output_hashes)
-        own_slos = slos.check_slos(where, self._cell(cells, form.slos))
-        rate = acceptance_rate.check_rate(where, self._cell(cells, form.acceptance_rate))
-        seen = images.check_images(where, images.parse_images, self._cell(cells, form.images), prompt)
-        lora = adapters.check_name(where, self._cell(cells, form.lora))
-        told = (output_hashes, priority, calls, own_slos, rate, seen, lora)
-        return Row(stamp, Request(0, time, prompt, output, session, hashes, block, *told))
-
-    @staticmethod
-    def _calls(where: Where, cell: str, output: int, output_hashes: tuple[int, ...]) -> tuple[ToolCall, ...]:
-        try:
-            calls = parse_calls(cell)
-        except ValueError:
-            raise where.error(FIELD, cell, "is not a list of tool calls", REMEDY) from None
-        check_calls(where, cell, calls, output, output_hashes)
-        return calls
+        rare = [self._cell(cells, name) for name in form.rare]
+        told = [field.of_cell(where, cell, prompt, output) for field, cell in zip(RARE_FIELDS, rare, strict=True)]
+        check_calls_alone(where, rare[0], told[0], output_hashes)
+        request = Request(0, time, prompt, output, session, hashes, block, output_hashes, priority, *told)
+        return Row(stamp, request)
 
     def _cell(self, cells: list[str], name: str) -> str:
         """Return what an optional column holds; nothing where the file lacks it."""

@@ -6,12 +6,11 @@ from itertools import repeat
 from pathlib import Path
 from typing import NamedTuple
 
-from traces import acceptance_rate, adapters, images, slos
 from traces.fields import Where
 from traces.hash_ids import check_hashes, check_output_hashes, hashes_fit, output_hashes_fit
+from traces.rare_fields import RARE_FIELDS, check_calls_alone
 from traces.request import Request
 from traces.rows import Columns, LineReader, ReadOptions, Row
-from traces.tool_calls import FIELD, calls_fit, calls_of, check_calls
 
 JsonObject = Mapping[str, object]
 
@@ -54,7 +53,7 @@ def parse_object(where: Where, line: str) -> JsonObject:
     return value
 
 
-def field(where: Where, row: JsonObject, name: str) -> object:
+def needed(where: Where, row: JsonObject, name: str) -> object:
     """Return `row[name]`, or raise the error that lists the keys there are."""
     if name not in row:
         raise where.error("keys", ",".join(row), f"lack {name!r}", f"add {name!r}, or name another format")
@@ -107,20 +106,17 @@ class JsonlReader(LineReader):
         if not _only(int, priorities):
             raise TypeError("priorities")
         sessions = [self._session(row) for row in rows] if form.session else ()
-        calls = [calls_of(row.get(FIELD) or []) for row in rows] if FIELD in text else []
-        if any(calls) and (any(output_hashes) or not all(map(calls_fit, calls, outputs))):
+        where = Where(self.path, 0)  # what is wrong is told once rows are read one by one
+        told = [
+            [f.of_json(where, row.get(f.name), p, o) for row, p, o in zip(rows, prompts, outputs, strict=True)]
+            if f.name in text
+            else ()
+            for f in RARE_FIELDS
+        ]
+        if any(told[0]) and any(output_hashes):
             raise ValueError("tool calls")
-        own_slos = [slos.slos_of(row.get(slos.FIELD)) for row in rows] if slos.FIELD in text else []
-        rates = [row.get(acceptance_rate.FIELD) for row in rows] if acceptance_rate.FIELD in text else []
-        if not set(map(type, rates)) <= {int, float, type(None)}:
-            raise TypeError("acceptance rates")
-        rates = list(map(acceptance_rate.rate_of, rates))
-        shown = [images.images_of(row.get(images.FIELD) or []) for row in rows] if images.FIELD in text else []
-        if not all(map(images.images_fit, shown, prompts)):
-            raise ValueError("images")
-        loras = [adapters.name_of(row.get(adapters.FIELD)) for row in rows] if adapters.FIELD in text else []
-        values = (prompts, outputs, sessions, hashes, blocks, output_hashes, priorities, calls, own_slos, rates, shown)
-        return Columns(list(map(float, times)), *values, loras)
+        named = (sessions, hashes, blocks, output_hashes, priorities)
+        return Columns(list(map(float, times)), prompts, outputs, *named, *told)
 
     def _fit(self, prompt: int, hashes: tuple[int, ...]) -> bool:
         # Bailian hashes what its cache saw, which may be less than the prompt (images, system text): never more.
@@ -135,10 +131,10 @@ class JsonlReader(LineReader):
         """Return one row, or name its first wrong field."""
         form, row = self.format, parse_object(where, line)
         zero_allowed = self.options.zero_tokens != "error"
-        shown = field(where, row, form.time)
+        shown = needed(where, row, form.time)
         time = where.number(form.time, shown)
-        prompt = where.tokens(form.prompt, field(where, row, form.prompt), zero_allowed)
-        output = where.tokens(form.output, field(where, row, form.output), zero_allowed)
+        prompt = where.tokens(form.prompt, needed(where, row, form.prompt), zero_allowed)
+        output = where.tokens(form.output, needed(where, row, form.output), zero_allowed)
         hashes = _ids(where, row, "hash_ids")
         if not self._fit(prompt, hashes):
             check_hashes(where, prompt, hashes, self.block)
@@ -148,20 +144,10 @@ class JsonlReader(LineReader):
         priority = 0 if urgency is None else where.whole("priority", urgency)
         session = ""
         if form.session:
-            field(where, row, form.session)
+            needed(where, row, form.session)
             session = self._session(row)
         block = self.block if hashes else 0
-        called = row.get(FIELD) or []
-        try:
-            calls = calls_of(called)
-        except ValueError:
-            remedy = "write [[AFTER_TOKENS, SECONDS, RETURNED_TOKENS], ...]"
-            raise where.error(FIELD, called, "is not a list of tool calls", remedy) from None
-        check_calls(where, called, calls, output, output_hashes)
-        own_slos = slos.check_slos(where, row.get(slos.FIELD))
-        rate = acceptance_rate.check_rate(where, row.get(acceptance_rate.FIELD))
-        remedy = "write [[OFFSET, TOKENS, ID], ...], places counted from 0"
-        seen = images.check_images(where, images.images_of, row.get(images.FIELD) or [], prompt, remedy)
-        lora = adapters.check_name(where, row.get(adapters.FIELD))
-        told = (output_hashes, priority, calls, own_slos, rate, seen, lora)
-        return Row(shown, Request(0, time, prompt, output, session, hashes, block, *told))
+        told = [field.of_json(where, row.get(field.name), prompt, output) for field in RARE_FIELDS]
+        check_calls_alone(where, row.get(RARE_FIELDS[0].name), told[0], output_hashes)
+        request = Request(0, time, prompt, output, session, hashes, block, output_hashes, priority, *told)
+        return Row(shown, request)

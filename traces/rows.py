@@ -161,7 +161,7 @@ class LineReader(Reader):
 
     @abstractmethod
     def fast(self, text: str) -> Columns:
-        """Return the columns of a block of lines; any LookupError, TypeError or ValueError means "read it by rows"."""
+        """Return the columns of a block of lines; TraceError, LookupError, TypeError or ValueError: read it by rows."""
 
     @abstractmethod
     def row(self, where: Where, line: str) -> Row:
@@ -190,7 +190,7 @@ class LineReader(Reader):
             columns = without_zeros(whole, self.options.zero_tokens)
             if not columns.times or not plainly_right(columns, previous, ordered):
                 return None
-        except (LookupError, TypeError, ValueError, OverflowError, RecursionError):
+        except (TraceError, LookupError, TypeError, ValueError, OverflowError, RecursionError):
             return None
         self.skipped += len(whole.times) - len(columns.times)
         return columns

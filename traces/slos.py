@@ -41,19 +41,14 @@ def parse_slos(words: Iterable[str]) -> SLOs:
     return SLOs(**{f"{name}_s": milliseconds / 1e3 for name, milliseconds in found.items()})
 
 
-def slos_of(cell: str | None) -> SLOs | None:
-    """What a trace says of one request, None where nothing; ValueError or TypeError where it is none."""
-    if cell is None:
+def read_slos(where: Where, value: object, *_: int) -> SLOs | None:
+    """What a trace says of one request, None where nothing; TraceError says what is wrong with it."""
+    problem = "is not text"
+    if value is None:
         return None
-    if not isinstance(cell, str):
-        raise TypeError("SLOs are text")
-    return parse_slos(words) if (words := cell.split()) else None
-
-
-def check_slos(where: Where, value: object) -> SLOs | None:
-    """The same, with the error that names what is wrong with it."""
     try:
-        return slos_of(value)  # type: ignore[arg-type]
-    except (TypeError, ValueError) as error:
-        problem = str(error) if isinstance(value, str) else "is not text"
-        raise where.error(FIELD, value, f"is wrong: {problem}", "write it as in ttft:500 tpot:50 (ms)") from None
+        if isinstance(value, str):
+            return parse_slos(words) if (words := value.split()) else None
+    except ValueError as error:
+        problem = str(error)
+    raise where.error(FIELD, value, f"is wrong: {problem}", "write it as in ttft:500 tpot:50 (ms)")

@@ -8,53 +8,28 @@ from collections.abc import Iterable, Iterator
 from math import isfinite
 
 from traces.errors import TraceError
-from traces.fields import MOST_SECONDS, MOST_TOKENS, Where
+from traces.fields import MOST_SECONDS, MOST_TOKENS
 from traces.rates import check_seed
 from traces.request import Request, ToolCall
-from traces.triples import parse_triples, triples_of
-
-FIELD = "tool_calls"
-REMEDY = "write AFTER_TOKENS:SECONDS:RETURNED_TOKENS;... as in 40:1.5:32;90:0.3:8"
-KINDS = (int, float, int)
-Calls = tuple[ToolCall, ...]
+from traces.triples import Triples
 
 
-def parse_calls(cell: str) -> Calls:
-    """The calls of a CSV cell; ValueError where it is none."""
-    return tuple(map(ToolCall._make, parse_triples(cell, KINDS)))
-
-
-def calls_of(value: object) -> Calls:
-    """The calls of a JSON value; ValueError where it is none."""
-    return tuple(map(ToolCall._make, triples_of(value, KINDS)))
-
-
-def write_calls(calls: Calls) -> str:
-    """The cell that `parse_calls` reads."""
-    return ";".join(f"{after}:{duration_s!r}:{returned}" for after, duration_s, returned in calls)
-
-
-def calls_fit(calls: Calls, output_tokens: int) -> bool:
-    """Whether they are in order, before the last token, and of lengths that can be."""
+def _fault(calls: tuple[ToolCall, ...], _: int, output_tokens: int) -> str:
+    """Calls are in order, before the last token, and of lengths that can be."""
     after = 0
     for call in calls:
-        if not after < call.after_tokens < output_tokens:
-            return False
-        if not (isfinite(call.duration_s) and 0.0 <= call.duration_s <= MOST_SECONDS):
-            return False
-        if not 0 <= call.returned_tokens <= MOST_TOKENS:
-            return False
+        lasts = isfinite(call.duration_s) and 0.0 <= call.duration_s <= MOST_SECONDS
+        if not (after < call.after_tokens < output_tokens and lasts and 0 <= call.returned_tokens <= MOST_TOKENS):
+            return f"is not in order, reaches beyond the request's {output_tokens} output tokens or is negative"
         after = call.after_tokens
-    return True
+    return ""
 
 
-def check_calls(where: Where, shown: object, calls: Calls, output_tokens: int, output_hashes: tuple[int, ...]) -> None:
-    """Raise the error that names calls which no request of so many output tokens can make."""
-    if not calls_fit(calls, output_tokens):
-        problem = f"is not in order, reaches beyond the request's {output_tokens} output tokens or is negative"
-        raise where.error(FIELD, shown, problem, REMEDY)
-    if calls and output_hashes:
-        raise where.error(FIELD, shown, "stands beside output_hash_ids, which name no tools' answers", "leave one out")
+TOOL_CALLS = Triples(
+    "tool_calls", ToolCall._make, (int, float, int), "tool calls",
+    "write AFTER_TOKENS:SECONDS:RETURNED_TOKENS;... as in 40:1.5:32;90:0.3:8",
+    "write [[AFTER_TOKENS, SECONDS, RETURNED_TOKENS], ...]", _fault,
+)  # fmt: skip
 
 
 def with_tool_calls(

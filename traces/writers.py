@@ -10,17 +10,15 @@ from itertools import islice
 from pathlib import Path
 from typing import TextIO, cast
 
-from traces import acceptance_rate, adapters, images, slos
 from traces.errors import TraceError
+from traces.rare_fields import RARE_FIELDS, RARE_NAMES
 from traces.request import Request
-from traces.tool_calls import FIELD, write_calls
 
 PLAIN = ("arrival_s", "prompt_tokens", "output_tokens")
 FULL = (*PLAIN, "session_id", "hash_ids", "hash_block_tokens", "output_hash_ids", "priority")
-LATER = (FIELD, slos.FIELD, acceptance_rate.FIELD, images.FIELD, adapters.FIELD)
-"""Columns that few traces have, `Request`'s last fields: a row that needs one has those before it, too."""
-COLUMNS = (PLAIN, FULL, *((*FULL, *LATER[: i + 1]) for i in range(len(LATER))))
-_EMPTY = (",,,0,,0", *([","] * len(LATER)))
+COLUMNS = (PLAIN, *((*FULL, *RARE_NAMES[:count]) for count in range(len(RARE_NAMES) + 1)))
+"""A row that needs a rare field's column has those before it, too."""
+_EMPTY = (",,,0,,0", *([","] * len(RARE_NAMES)))
 """What a row has in the columns that the next of `COLUMNS` has more."""
 _AT_ONCE = 4096
 _CHARS_AT_ONCE = 1 << 16
@@ -124,8 +122,8 @@ def _write_csv(requests: Iterable[Request], file: TextIO) -> int:
 
 def _level(request: Request) -> int:
     """Which of `COLUMNS` a request needs."""
-    for count in range(len(LATER), 0, -1):
-        if request[count - len(LATER) - 1] not in ((), None, ""):
+    for count, value in zip(range(len(RARE_NAMES), 0, -1), reversed(request), strict=False):
+        if value not in ((), None, ""):
             return count + 1
     return int(bool(request.session_id or request.hash_ids or request.output_hash_ids or request.priority))
 
@@ -147,14 +145,14 @@ def _write_rows(requests: Iterable[Request], file: TextIO, num_columns: int) -> 
     writer = csv.writer(file, lineterminator="\n")
     for request in requests:
         _, arrival_s, prompt, output, session, hashes, block, output_hashes, priority = request[:9]
-        calls, own_slos, rate, seen, lora = request[9:]
-        for field, name in (("session_id", session), (adapters.FIELD, lora)):
+        for field, name in (("session_id", session), (RARE_NAMES[-1], request.lora)):
             if "\n" in name or "\r" in name:
                 raise TraceError(f"request {request.request_id}: {field} {name!r} holds a line break; rename it")
         names, output_names = (" ".join(map(str, ids)) for ids in (hashes, output_hashes))
-        row = (repr(arrival_s), prompt, output, session, names, block, output_names, priority, write_calls(calls))
-        told = ("" if own_slos is None else str(own_slos), "" if rate is None else repr(rate))
-        writer.writerow((*row, *told, images.write_images(seen), lora)[:num_columns])
+        row = (repr(arrival_s), prompt, output, session, names, block, output_names, priority)
+        pairs = zip(RARE_FIELDS, request[9:], strict=True)
+        told = ("" if value is None else field.cell(value) for field, value in pairs)
+        writer.writerow((*row, *told)[:num_columns])
 
 
 def _write_jsonl(requests: Iterable[Request], file: TextIO) -> int:
@@ -177,15 +175,8 @@ def _write_jsonl(requests: Iterable[Request], file: TextIO) -> int:
             row["output_hash_ids"] = request.output_hash_ids
         if request.priority:
             row["priority"] = request.priority
-        if request.calls:
-            row[FIELD] = request.calls
-        if request.slos is not None:
-            row[slos.FIELD] = str(request.slos)
-        if request.acceptance_rate is not None:
-            row[acceptance_rate.FIELD] = request.acceptance_rate
-        if request.images:
-            row[images.FIELD] = request.images
-        if request.lora:
-            row[adapters.FIELD] = request.lora
+        for field, value in zip(RARE_FIELDS, request[9:], strict=True):
+            if value not in ((), None, ""):
+                row[field.name] = field.json(value)
         file.write(json.dumps(row) + "\n")
     return count

@@ -84,7 +84,7 @@ BAD_ROWS = [
     (CALLS + "0,33,40,9:1:1,1 2 3,16,4 5\n", 2, ["tool_calls", "beside output_hash_ids", "leave one out"]),
     (then('"tool_calls": [[1, 2]]', 40), 2, ["tool_calls [[1, 2]]", "not a list of tool calls", "[[AFTER_TOKENS"]),
     (then('"tool_calls": [[1, true, 2]]', 40), 2, ["tool_calls", "not a list of tool calls"]),
-    (then('"tool_calls": [[50, 1, 2]]', 40), 2, ["tool_calls", "beyond the request's 40 output tokens"]),
+    (then('"tool_calls": [[50, 1, 2]]', 40), 2, ["beyond the request's 40 output tokens", "[[AFTER_TOKENS"]),
     (IMAGES + "0,33,40,1:2\n", 2, ["images '1:2'", "not a list of images", "OFFSET:TOKENS:ID", "12:576:7;700:576:8"]),
     (IMAGES + "0,33,40,1:2:0.5\n", 2, ["images '1:2:0.5'", "not a list of images"]),
     (IMAGES + "0,33,40,0:9:1;8:2:1\n", 2, ["images '0:9:1;8:2:1'", "out of order"]),
