@@ -31,7 +31,7 @@ from traces.errors import TraceError
 from traces.fields import TIME_UNITS, Where, shown
 from traces.files import pieces
 from traces.rows import Columns, Reader, ReadOptions
-from traces.text_reader import json_objects, length
+from traces.text_reader import json_objects, lengths
 
 Json = Mapping[str, object]
 S = 1_000_000_000
@@ -62,6 +62,7 @@ class Nth(Where):
         return TraceError(f"{self.path}, request {self.line}: {field} {shown(value)} {problem}; {remedy}")
 
 
+OWN = ("prompt_tokens",), ("output_tokens",)
 Records = Iterator[Sent | None]
 """The requests of a file in its order, None for one that is left out."""
 
@@ -90,13 +91,6 @@ def _nanoseconds(where: Where, name: str, value: object, unit: str) -> int:
 
 def _seconds(where: Where, name: str, value: object, unit: str) -> float | None:
     return None if value is None else where.number(name, value) / TIME_UNITS[unit]
-
-
-def _tokens(
-    where: Where, names: tuple[str, ...], row: Json, text: object, options: ReadOptions, default: int | None
-) -> int:
-    """A count that a row has, or that its text or the options give. TraceError where none does."""
-    return length(where, row, names, text, options.tokenizer, default, True)
 
 
 def _whole(path: Path) -> Json:
@@ -144,8 +138,7 @@ def _aiperf(path: Path, options: ReadOptions) -> Records:
         ttft, e2el = seconds("time_to_first_token"), seconds("request_latency")
         yield Sent(
             _nanoseconds(where, "metadata.request_start_ns", about.get("request_start_ns"), "ns"),
-            _tokens(where, ("prompt_tokens",), counts, None, options, options.default_prompt_tokens),
-            _tokens(where, ("output_tokens",), counts, None, options, options.default_output_tokens),
+            *lengths(where, counts, options),
             str(about.get("x_correlation_id") or ""),
             ttft[0] if ttft else None,
             e2el[0] if e2el else None,
@@ -168,8 +161,7 @@ def _guidellm(path: Path, options: ReadOptions) -> Records:
         e2el_s = _seconds(where, "request_latency", row.get("request_latency"), "s")
         yield Sent(
             _nanoseconds(where, "request_start_time", start, "s"),
-            _tokens(where, ("prompt_tokens",), row, row.get("prompt"), options, options.default_prompt_tokens),
-            _tokens(where, ("output_tokens",), row, row.get("output"), options, options.default_output_tokens),
+            *lengths(where, row, options, (row.get("prompt"), row.get("output")), OWN),
             str(_dict(row.get("info")).get("conversation_id") or ""),
             ttft_s,
             e2el_s,
@@ -196,8 +188,7 @@ def _genai_perf(path: Path, options: ReadOptions) -> Records:
         counted = {"output_tokens": len(told_ns)} if options.default_output_tokens is None else {}
         yield Sent(
             start_ns,
-            _tokens(where, PROMPT, usage, _prompt_text(sent), options, options.default_prompt_tokens),
-            _tokens(where, OUTPUT, {**counted, **usage}, None, options, options.default_output_tokens),
+            *lengths(where, {**counted, **usage}, options, (_prompt_text(sent), None), USAGE),
             str(sent.get("session_id") or ""),
             (told_ns[0] - start_ns) / S,
             (told_ns[-1] - start_ns) / S,
@@ -205,7 +196,7 @@ def _genai_perf(path: Path, options: ReadOptions) -> Records:
         )
 
 
-PROMPT, OUTPUT = ("prompt_tokens", "input_tokens"), ("completion_tokens", "output_tokens")
+USAGE = ("prompt_tokens", "input_tokens"), ("completion_tokens", "output_tokens")
 
 
 def _chunk(output: object) -> tuple[str, Json]:
@@ -240,8 +231,10 @@ def _parsed(text: str) -> Json:
 
 # -- OpenTelemetry ---------------------------------------------------------------------------------------------------
 
-INPUT_KEYS = ("gen_ai.usage.input_tokens", "gen_ai.usage.prompt_tokens")
-OUTPUT_KEYS = ("gen_ai.usage.output_tokens", "gen_ai.usage.completion_tokens")
+SPAN_KEYS = (
+    ("gen_ai.usage.input_tokens", "gen_ai.usage.prompt_tokens"),
+    ("gen_ai.usage.output_tokens", "gen_ai.usage.completion_tokens"),
+)
 FIRST_TOKEN_KEYS = ("gen_ai.latency.time_to_first_token", "gen_ai.response.time_to_first_chunk")
 OF_MODELS = (None, "chat", "text_completion", "generate_content")
 """Values of `gen_ai.operation.name`: an agent's span sums up those of its calls."""
@@ -255,8 +248,10 @@ def _otlp(path: Path, options: ReadOptions) -> Records:
         own = str(span.get("spanId") or f"number {i}")
         parents[own] = str(span.get("parentSpanId") or "")
         values = {str(_dict(a).get("key")): _otlp_value(_dict(a).get("value")) for a in _list(span.get("attributes"))}
-        is_request = _first(values, *INPUT_KEYS) is not None or _first(values, *OUTPUT_KEYS) is not None
-        if is_request and values.get("gen_ai.operation.name") in OF_MODELS:
+        if (
+            any(_first(values, *keys) is not None for keys in SPAN_KEYS)
+            and values.get("gen_ai.operation.name") in OF_MODELS
+        ):
             spans[own] = Nth(path, i), span, values
     for own, (where, span, values) in spans.items():
         if any(above in spans for above in _above(own, parents)):
@@ -269,8 +264,7 @@ def _otlp(path: Path, options: ReadOptions) -> Records:
         end = span.get("endTimeUnixNano")
         yield Sent(
             start_ns,
-            _tokens(where, INPUT_KEYS, values, None, options, options.default_prompt_tokens),
-            _tokens(where, OUTPUT_KEYS, values, None, options, options.default_output_tokens),
+            *lengths(where, values, options, keys=SPAN_KEYS),
             str(values.get("gen_ai.conversation.id") or ""),
             _seconds(where, FIRST_TOKEN_KEYS[0], _first(values, *FIRST_TOKEN_KEYS), "s"),
             None if end is None else (_nanoseconds(where, "endTimeUnixNano", end, "ns") - start_ns) / S,
@@ -319,8 +313,7 @@ def _openai(path: Path, options: ReadOptions) -> Records:
         roots[own] = roots.get(before, before or own)
         yield Sent(
             _nanoseconds(where, "created", _first(row, "created", "created_at"), "s"),
-            _tokens(where, PROMPT, usage, None, options, options.default_prompt_tokens),
-            _tokens(where, OUTPUT, usage, None, options, options.default_output_tokens),
+            *lengths(where, usage, options, keys=USAGE),
             roots[own],
         )
 

@@ -4,7 +4,7 @@ Lengths come from the row itself (`prompt_tokens`, `output_tokens`), else from a
 """
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from traces.fields import Where
 from traces.files import MOST_LINE_CHARS, pieces
 from traces.jsonl_reader import JsonObject, parse_object
 from traces.request import Request
-from traces.rows import Columns, LineReader, Reader, Row
+from traces.rows import Columns, LineReader, Reader, ReadOptions, Row
 
 PROMPT_KEYS = ("prompt_tokens", "prompt_len", "input_length", "input_tokens")
 OUTPUT_KEYS = ("output_tokens", "output_len", "output_length", "completion_tokens")
@@ -46,24 +46,32 @@ def load_tokenizer(spec: str) -> Callable[[str], int]:
     return lambda text: len(encode(text).ids)
 
 
-def length(
+def lengths(
     where: Where,
     row: JsonObject,
-    keys: tuple[str, ...],
-    text: object,
-    tokenizer: Callable[[str], int] | None,
-    default: int | None,
-    zero_allowed: bool,
-) -> int:
-    """Return a length in tokens: the row's own, else the tokenizer's count of `text`, else the default."""
-    for key in keys:
-        if row.get(key) is not None:
-            return where.tokens(key, row[key], zero_allowed)
-    if isinstance(text, str) and tokenizer is not None:
-        return where.tokens(f"{keys[0]} (counted)", tokenizer(text), zero_allowed)
-    if default is None:
-        raise where.error(keys[0], None, "is not given", LENGTH_REMEDY)
-    return default
+    options: ReadOptions,
+    texts: Sequence[object] = (None, None),
+    keys: Sequence[tuple[str, ...]] = (PROMPT_KEYS, OUTPUT_KEYS),
+    *,
+    zero_allowed: bool = True,
+) -> tuple[int, int]:
+    """Tokens of the prompt and of the output: the row's own, else the tokenizer's count of the text, else the default.
+
+    TraceError where none of them says how many.
+    """
+
+    def found(names: tuple[str, ...], text: object, default: int | None) -> int:
+        for name in names:
+            if row.get(name) is not None:
+                return where.tokens(name, row[name], zero_allowed)
+        if isinstance(text, str) and options.tokenizer is not None:
+            return where.tokens(f"{names[0]} (counted)", options.tokenizer(text), zero_allowed)
+        if default is None:
+            raise where.error(names[0], None, "is not given", LENGTH_REMEDY)
+        return default
+
+    prompt = found(keys[0], texts[0], options.default_prompt_tokens)
+    return prompt, found(keys[1], texts[1], options.default_output_tokens)
 
 
 class VllmCustomReader(LineReader):
@@ -77,14 +85,9 @@ class VllmCustomReader(LineReader):
 
     def row(self, where: Where, line: str) -> Row:
         """Return one row, or name its first wrong field."""
-        row, options = parse_object(where, line), self.options
-        zero_allowed = options.zero_tokens != "error"
-        tokenizer = options.tokenizer
-        prompt = length(
-            where, row, PROMPT_KEYS, row.get("prompt"), tokenizer, options.default_prompt_tokens, zero_allowed
-        )
+        row, zero_allowed = parse_object(where, line), self.options.zero_tokens != "error"
         # A custom data set has no answers in words: only a number or the default can say how long they are.
-        output = length(where, row, OUTPUT_KEYS, None, None, options.default_output_tokens, zero_allowed)
+        prompt, output = lengths(where, row, self.options, (row.get("prompt"), None), zero_allowed=zero_allowed)
         return Row(0, Request(0, 0.0, prompt, output))
 
 
@@ -162,8 +165,7 @@ class ShareGptReader(Reader):
             return None
         options = self.options
         texts = [turn.get("value", turn.get("content")) for turn in turns[:2]] if len(turns) >= 2 else [None, None]
-        prompt = length(where, value, PROMPT_KEYS, texts[0], options.tokenizer, options.default_prompt_tokens, True)
-        output = length(where, value, OUTPUT_KEYS, texts[1], options.tokenizer, options.default_output_tokens, True)
+        prompt, output = lengths(where, value, options, texts)
         if options.sharegpt_filter:
             wanted = prompt >= 4 and output >= 4 and prompt <= 1024 and prompt + output <= 2048
             return (prompt, output) if wanted else None
