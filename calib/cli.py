@@ -273,7 +273,7 @@ def run_derive(arguments: argparse.Namespace) -> int:
     )
     path = arguments.out / f"{profile.name}.json"
     with owning(arguments.out):
-        write_atomically(path, lambda file: file.write(profile.to_json()))
+        write_atomically(path, profile.to_json())
     print(f"wrote {path}")
     return 0
 

@@ -2,11 +2,11 @@
 
 import argparse
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from sim.cost.profile import Profile, load_profile, shipped_profiles
 from sim.errors import UserError
@@ -131,12 +131,8 @@ def write_report(report: "FitReport", out: Path) -> int:
             print(f"warning: copies were {fault}", file=sys.stderr)
         if report.carried:
             print(f"not measured, carried over: {', '.join(report.carried)}", file=sys.stderr)
-        files: dict[str, Callable[[Any], object]] = {
-            f"{profile.name}.json": lambda file: file.write(profile.to_json()),
-            f"{profile.name}.md": lambda file: file.write(fit_markdown(report).encode()),
-        }
-        for file_name, write in files.items():
-            write_atomically(out / file_name, write)
-            print(f"wrote {out / file_name}")
+        for kind, content in (("json", profile.to_json()), ("md", fit_markdown(report).encode())):
+            write_atomically(out / f"{profile.name}.{kind}", content)
+            print(f"wrote {out / profile.name}.{kind}")
         print(f"wrote {save_figure(out / f'{profile.name}.png', draw_fit(report))}")
     return 0

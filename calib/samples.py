@@ -154,8 +154,7 @@ def write_samples(
     writer.writerows(map(msgspec.structs.astuple, samples))
     data = text.getvalue().encode()
     # Without a date in it, so that the same samples give the same file.
-    packed = gzip.compress(data, mtime=0) if path.suffix == ".gz" else data
-    write_atomically(path, lambda file: file.write(packed))
+    write_atomically(path, gzip.compress(data, mtime=0) if path.suffix == ".gz" else data)
 
 
 def read_samples(path: Path) -> list[Sample]:

@@ -12,21 +12,16 @@ from sim.cost.profile import load_profile
 from sim.errors import UserError
 from sim.files import folder_name
 from sim.options.flags import add_flags, read_options
-from sim.options.scenario import Outputs, Scenario
+from sim.options.scenario import Scenario
 from sim.options.scenario_file import read_scenario
 from sim.run.folders import renewing
 from sim.specs.hardware import gpu_called, load_hardware
 from sim.systems.base import Policy
-from traces.request import Request
 
 if TYPE_CHECKING:
-    from gpu_runtime.instance import Observer
     from gpu_runtime.live import LiveOptions
     from gpu_runtime.model.decoder import Decoder
-    from sim.results.metrics import TableSink
-    from sim.results.schema import Result
-    from sim.run.prepare import Setup
-    from sim.run.runs import Recording, Run
+    from sim.run.files import Perform
 
 OWN = ("device", "weights", "attention_backend", "runs", "max_drift")
 """Flags that are not a scenario's."""
@@ -85,7 +80,7 @@ def add_validate(parser: argparse.ArgumentParser) -> None:
 
 def run_live(arguments: argparse.Namespace) -> int:
     """`kvtwin live`."""
-    from sim.run.files import draw_result, print_result  # noqa: PLC0415 - numpy is slow to import
+    from sim.run.files import carry_out, draw_result, print_result  # noqa: PLC0415 - numpy is slow to import
 
     options, _ = _own_options(arguments)
     scenario, policies, folder, outputs = read_options(arguments)
@@ -96,7 +91,7 @@ def run_live(arguments: argparse.Namespace) -> int:
     label, policy = policies[0]
     scenario, policy = _fitted(scenario, policy, options, decoder)
     with renewing(folder) as new:
-        run, result = execute_live(scenario, label, policy, new.place, outputs, decoder, options)
+        run, result = carry_out(scenario, label, policy, new.place, outputs, _on_device(decoder, options))
         draw_result(run, result, new.place, outputs)
         new.whole = result.complete
     return print_result(run, result, new.home, outputs)
@@ -133,13 +128,7 @@ def run_validate(arguments: argparse.Namespace) -> int:
     below, ended = [*(f"{place}/{name}" for place in places for name in names), *places], None
     with renewing(folder, below=below) as new:
         probe = Probe(scenario, decoder, options, max_drift)
-
-        def execute(
-            fitting: Scenario, label: str, policy: Policy, place: Path, watch: "Observer"
-        ) -> "tuple[Run, Result]":
-            return execute_live(fitting, label, policy, place, outputs, decoder, options, series=True, watch=watch)
-
-        validator = Validator(new.place, outputs, runs, probe, execute)
+        validator = Validator(new.place, outputs, runs, probe, _on_device(decoder, options))
         try:
             for label, fitting, policy in planned:
                 validator.validate(fitting, label, policy)
@@ -175,30 +164,11 @@ def _fitted(scenario: Scenario, policy: Policy, options: "LiveOptions", decoder:
     return fitting, policy
 
 
-def execute_live(
-    scenario: Scenario,
-    label: str,
-    policy: Policy,
-    folder: Path,
-    outputs: Outputs,
-    decoder: "Decoder",
-    options: "LiveOptions",
-    *,
-    series: bool = False,
-    watch: "Observer | None" = None,
-) -> "tuple[Run, Result]":
-    """One live run with its files; `watch` hears of every plan."""
+def _on_device(decoder: "Decoder", options: "LiveOptions") -> "Perform":
+    """Carries a run out on this machine."""
     from gpu_runtime.live import perform  # noqa: PLC0415 - torch is slow to import
-    from sim.parts.options import refuse_idle  # noqa: PLC0415
-    from sim.run.files import record  # noqa: PLC0415
-    from sim.run.prepare import prepare  # noqa: PLC0415
 
-    def on_device(setup: "Setup", requests: Iterable[Request], table: "TableSink", keep: "Recording") -> "Run":
-        return perform(setup, requests, table, keep, decoder, options)
-
-    setup = prepare(scenario, label, policy)
-    refuse_idle(setup.conditional)
-    return record(setup, folder, outputs, on_device, series=series, watch=watch)
+    return lambda setup, requests, table, keep: perform(setup, requests, table, keep, decoder, options)
 
 
 def of_our_engine(scenario: Scenario) -> Scenario:

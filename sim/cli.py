@@ -119,14 +119,14 @@ def _percentile(text: str) -> float:
 
 def run_command(arguments: argparse.Namespace) -> int:
     """`kvtwin run`."""
-    from sim.run.files import draw_result, print_result, simulate  # noqa: PLC0415 - numpy is slow to import
+    from sim.run.files import carry_out, draw_result, print_result  # noqa: PLC0415 - numpy is slow to import
 
     scenario, policies, folder, outputs = read_options(arguments, DEFAULT_POLICY)
     if len(policies) != 1:
         raise UserError(f"run takes one --policy, {len(policies)} given; use `kvtwin compare`")
     label, policy = policies[0]
     with renewing(folder) as new:
-        run, result = simulate(scenario, label, policy, new.place, outputs)
+        run, result = carry_out(scenario, label, policy, new.place, outputs)
         write_asked(new.place, asked_values(arguments, DEFAULT_POLICY))
         draw_result(run, result, new.place, outputs)
         new.whole = result.complete

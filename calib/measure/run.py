@@ -228,6 +228,6 @@ def _write(log: PointLog, plan: Plan, device: str, out: Path) -> list[Sample]:
         print(f"skipped ({reason}): {'; '.join(labels)}", file=sys.stderr)
     for warning in facts["warnings"]:
         print(f"warning: {warning}", file=sys.stderr)
-    write_atomically(out / PROVENANCE, lambda file: file.write(json.dumps(facts, indent=2).encode() + b"\n"))
+    write_atomically(out / PROVENANCE, json.dumps(facts, indent=2).encode() + b"\n")
     write_samples(out / SAMPLES, samples, comments(facts))
     return samples

@@ -38,7 +38,7 @@ def fit_bench(arguments: argparse.Namespace) -> int:
     text = report(found)
     with owning(out):
         for file_name, data in ((f"{name}.json", found.profile.to_json()), (f"{name}.md", text.encode())):
-            write_atomically(out / file_name, lambda file, data=data: file.write(data))
+            write_atomically(out / file_name, data)
     print(text)
     for note in found.notes:
         print(f"kvtwin: {note}", file=sys.stderr)

@@ -102,11 +102,11 @@ def validate_against(arguments: argparse.Namespace, path: Path) -> int:
             simulated, measured = times_in(run.log, served), measured_times(served)
             found = compare(result, setup, served, simulated, measured)
             data = msgspec.json.format(msgspec.json.encode(found), indent=2)
-            write_atomically(place / "against.json", lambda file, data=data: file.write(data + b"\n"))
+            write_atomically(place / "against.json", data + b"\n")
             save_figure(place / "against.png", draw_against(setup.label, served, simulated, measured))
             parts.append(markdown(found))
             text = "# Simulated and measured\n\n" + "\n".join(parts)
-            write_atomically(new.place / "validation.md", lambda file, text=text: file.write(text.encode()))
+            write_atomically(new.place / "validation.md", text.encode())
     if ended is not None:
         return print_result(ended[0], ended[1], new.home / ended[2], outputs)
     if not outputs.quiet:

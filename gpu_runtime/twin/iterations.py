@@ -315,7 +315,7 @@ def write_csv(path: Path, pairs: Iterable[Pair]) -> None:
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(COLUMNS)
     writer.writerows(_rows(pairs))
-    write_atomically(path, lambda file: file.write(text.getvalue().encode()))
+    write_atomically(path, text.getvalue().encode())
 
 
 def _rows(pairs: Iterable[Pair]) -> Iterable[tuple[object, ...]]:

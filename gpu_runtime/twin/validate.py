@@ -1,12 +1,11 @@
 """`kvtwin validate --device`: each policy simulated once and executed several times, and the two compared."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
-from gpu_runtime.instance import Observer
 from gpu_runtime.twin.agreement import TOLERANCE, Validation, agreements, markdown, verdict
 from gpu_runtime.twin.figure import draw_twin
 from gpu_runtime.twin.iterations import Iteration, IterationLog, PriceOf, compare, in_words, plan_prices, write_csv
@@ -17,15 +16,13 @@ from sim.results.figures import FigureRun
 from sim.results.figures.style import save_figure
 from sim.results.schema import Result
 from sim.results.timeline import TIMELINE_FILE, merge_timelines
-from sim.run.files import simulate
+from sim.run.files import Perform, carry_out
 from sim.run.prepare import prepare
 from sim.run.runs import Run
 from sim.systems.base import Policy
 
 ATTEMPTS = 5
 """Live runs at most for each that is to count."""
-Execute = Callable[[Scenario, str, Policy, Path, Observer], tuple[Run, Result]]
-"""Executes a labelled policy, leaves the files of a run in a folder, and tells of every plan."""
 
 
 class BrokenOff(Exception):
@@ -53,9 +50,10 @@ class Validator:
         outputs: what the runs leave.
         runs: live runs of each policy that are to count.
         probe: says which do.
+        execute: carries a live run out.
     """
 
-    def __init__(self, folder: Path, outputs: Outputs, runs: int, probe: Probe, execute: Execute) -> None:
+    def __init__(self, folder: Path, outputs: Outputs, runs: int, probe: Probe, execute: Perform) -> None:
         self._folder, self._outputs, self._runs, self._probe, self._execute = folder, outputs, runs, probe, execute
         self._parts: list[str] = []
         self._found: list[Validation] = []
@@ -73,7 +71,7 @@ class Validator:
     def validate(self, scenario: Scenario, label: str, policy: Policy) -> None:
         """Run a policy on both clocks, and write down how they agree; `BrokenOff` where a run ends early."""
         place, twin = self._folder / folder_name(label), IterationLog()
-        run, result = simulate(
+        run, result = carry_out(
             scenario, label, policy, place / "simulated", self._outputs, series=True, watch=twin.observe
         )
         if run.interrupted or run.error:
@@ -95,8 +93,8 @@ class Validator:
             merge_timelines(place / TIMELINE_FILE, (place / "simulated", place / "live-1"))
         save_figure(place / "twin.png", draw_twin(label, simulated, [one.figure for one in live], found, pairs))
         # After each policy: what comes later may be interrupted.
-        self._write("validation.md", self.text.encode())
-        self._write("validation.json", msgspec.json.format(msgspec.json.encode(self._found)))
+        write_atomically(self._folder / "validation.md", self.text.encode())
+        write_atomically(self._folder / "validation.json", msgspec.json.format(msgspec.json.encode(self._found)))
 
     def _live_runs(
         self, scenario: Scenario, label: str, policy: Policy, place: Path, price: PriceOf
@@ -105,8 +103,10 @@ class Validator:
         counted = 0
         self._probe.begin()
         for _ in range(self._runs if self._probe.max_drift is None else self._runs * ATTEMPTS):
-            log = IterationLog(price)
-            run, result = self._execute(scenario, label, policy, place / f"live-{counted + 1}", log.observe)
+            log, own = IterationLog(price), place / f"live-{counted + 1}"
+            run, result = carry_out(
+                scenario, label, policy, own, self._outputs, self._execute, series=True, watch=log.observe
+            )
             if run.interrupted or run.error:
                 raise BrokenOff(run, result, place)
             if not self._probe.counts():
@@ -115,6 +115,3 @@ class Validator:
             counted += 1
             if counted == self._runs:
                 return
-
-    def _write(self, name: str, data: bytes) -> None:
-        write_atomically(self._folder / name, lambda file: file.write(data))

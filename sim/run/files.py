@@ -25,22 +25,6 @@ from traces.request import Request
 TABLE_FILES = ("requests.csv", "requests.parquet")
 
 
-def simulate(
-    scenario: Scenario,
-    label: str,
-    policy: Policy,
-    folder: Path,
-    outputs: Outputs,
-    *,
-    series: bool = False,
-    watch: Observer | None = None,
-) -> tuple[Run, Result]:
-    """One simulated run with its files; `watch` hears of every plan."""
-    setup = prepare(scenario, label, policy)
-    refuse_idle(setup.conditional)
-    return record(setup, folder, outputs, simulator(outputs), series=series, watch=watch)
-
-
 class Table(TableSink, Protocol):
     """A per-request table that is a file."""
 
@@ -51,6 +35,23 @@ class Table(TableSink, Protocol):
 
 Perform = Callable[[Setup, Iterable[Request], TableSink, Recording], Run]
 """Carries a run out on one of the clocks."""
+
+
+def carry_out(
+    scenario: Scenario,
+    label: str,
+    policy: Policy,
+    folder: Path,
+    outputs: Outputs,
+    perform: Perform | None = None,
+    *,
+    series: bool = False,
+    watch: Observer | None = None,
+) -> tuple[Run, Result]:
+    """One run with its files, simulated unless `perform` is given; `watch` hears of every plan."""
+    setup = prepare(scenario, label, policy)
+    refuse_idle(setup.conditional)
+    return record(setup, folder, outputs, perform or simulator(outputs), series=series, watch=watch)
 
 
 def simulator(outputs: Outputs) -> Perform:

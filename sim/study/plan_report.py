@@ -11,7 +11,7 @@ from sim.options.scenario import Outputs
 from sim.options.scenario_file import write_asked
 from sim.results.accuracy import SHARE
 from sim.results.sections import Accuracy
-from sim.run.files import simulate
+from sim.run.files import carry_out
 from sim.run.folders import clear, owning, renewing
 from sim.study.intervals import CONFIDENCE
 from sim.study.plan import Held, Planned, Size
@@ -295,6 +295,6 @@ def simulate_answer(folder: Path, planned: Planned) -> None:
         return
     setup = setup_of(options)
     with renewing(place) as new:
-        _, result = simulate(setup.scenario, setup.label, setup.policy, new.place, Outputs(quiet=True), series=True)
+        _, result = carry_out(setup.scenario, setup.label, setup.policy, new.place, Outputs(quiet=True), series=True)
         write_asked(new.place, options)
         new.whole = result.complete

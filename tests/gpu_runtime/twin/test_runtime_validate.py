@@ -26,7 +26,7 @@ from sim.files import folder_name
 from sim.options.policies import parse_policy
 from sim.options.scenario import Scenario
 from sim.parts.options import GIB
-from sim.run.files import simulate
+from sim.run.files import carry_out
 from sim.run.prepare import prepare
 from sim.systems import POLICIES
 from traces.request import Request
@@ -370,12 +370,12 @@ def test_a_simulation_that_ends_early_ends_the_command(tmp_path, capsys, monkeyp
     """Not a live run of it all after half a simulation."""
 
     def half(*facts, **named):
-        run, result = simulate(*facts, **named)
+        run, result = carry_out(*facts, **named)
         for name, value in ends.items():
             setattr(run, name, value)
         return run, result
 
-    monkeypatch.setattr("gpu_runtime.twin.validate.simulate", half)
+    monkeypatch.setattr("gpu_runtime.twin.validate.carry_out", half)
     status, out = validate(tmp_path, "--policy", "layerkv")
     assert status == (130 if "interrupted" in ends else 2)
     assert (out / "layerkv" / "simulated" / "result.json").exists()
