@@ -8,6 +8,7 @@ from typing import Any
 
 from calib.importers.cli import add_imports
 from calib.profile_files import (
+    DATA,
     KERNEL_FILES,
     Status,
     add_out,
@@ -27,8 +28,6 @@ from sim.run.folders import owning
 from sim.specs.hardware import HardwareSpec, built_in_hardware, gpu_called, load_hardware
 from sim.specs.quantization import PRODUCT_FORMATS
 
-DATA = Path(__file__).parent / "data"
-"""Samples of shipped profiles."""
 SAMPLES_FILE = "samples.csv"
 FORMS = ("roofline", "linear")
 NOT_OF_A_SERVER = ("out", "gpu", "profile", *(f.name for f in fields(Outputs)), *SHAPING)

@@ -13,22 +13,17 @@ are constants of a GPU and a type of weights: kernels of 16 bits, block FP8, NVF
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
+from typing import ClassVar
 
-import msgspec
 import numpy as np
 
-from calib.kernel_fit import KernelFit, KernelTerms, errors_of_fit
+from calib.kernel_fit import KernelFit, KernelSample, KernelTerms, errors_of_fit
 from calib.robust import Array, Fit, Parameter, fit_relative
 from calib.roofline import MOST_EXPONENT, fastest, ridge_s, with_exponent
-from calib.samples import read_kernel_samples
 from sim.cost.model import ACTIVATION_BYTES
 from sim.cost.profile import expert_names
-from sim.errors import UserError
 from sim.specs.quantization import FORMATS, SCALE_BYTES
 
-EXPERT_DATA = Path(__file__).parent / "data" / "experts"
-"""Samples of shipped profiles."""
 WEIGHT_BYTES: dict[str, float] = {
     "": 2.0,
     "fp8": 1.0 + 4 / 128**2,
@@ -39,8 +34,8 @@ WEIGHT_BYTES: dict[str, float] = {
 """Bytes of a weight by `quantization`, scales included: of FP8 for blocks of 128 by 128 weights, of int4 for 32."""
 
 
-class ExpertSample(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One operating point; fields are the CSV's columns.
+class ExpertSample(KernelSample, frozen=True, kw_only=True):
+    """One operating point.
 
     Attributes:
         quantization: type of the weights, a key of `WEIGHT_BYTES`.
@@ -63,20 +58,17 @@ class ExpertSample(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     routing: str
     experts_met: float
     latency_s: float
+    what: ClassVar[str] = "experts"
+    checked: ClassVar[str] = "quantization, latency_s or experts_met"
+
+    @property
+    def is_possible(self) -> bool:
+        return self.quantization in WEIGHT_BYTES and self.experts_met > 0 and super().is_possible
 
     @property
     def shape(self) -> str:
         """The model's shape, as a name: hidden size, width of an expert, experts a token meets and all of them."""
         return f"{self.hidden_size} x {self.intermediate_size}, {self.experts_per_token} of {self.num_experts}"
-
-
-def read_expert_samples(path: Path) -> list[ExpertSample]:
-    """The samples of a file. UserError for one that holds none."""
-    found = read_kernel_samples(path, ExpertSample, "experts")
-    for sample in found:
-        if sample.quantization not in WEIGHT_BYTES or not 0 < sample.latency_s < 60 or sample.experts_met <= 0:
-            raise UserError(f"{path}: {sample} cannot be: correct quantization, latency_s or experts_met")
-    return found
 
 
 @dataclass(frozen=True)

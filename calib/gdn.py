@@ -14,30 +14,24 @@ samples are left out.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
-import msgspec
 import numpy as np
 
-from calib.kernel_fit import KernelFit, KernelTerms, errors_of_fit, phases
+from calib.kernel_fit import KernelFit, KernelSample, KernelTerms, errors_of_fit, phases
 from calib.robust import Array, Fit, Parameter, fit_relative
-from calib.samples import read_kernel_samples
 from sim.cost.gated_delta_net import HEAD_DIM
-from sim.errors import UserError
 from sim.specs.gated_delta_net import GatedDeltaNetSpec
 from sim.specs.hardware import HardwareSpec
 
-GDN_DATA = Path(__file__).parent / "data" / "gdn"
-"""Samples of shipped profiles."""
 DTYPE_BYTES, STATE_DTYPE_BYTES = 2.0, 4.0
 LAUNCH_BOUND_BYTES, CACHE_BYTES = 1e6, 256e6
 """States of all sequences: below the first they take no time to speak of, beyond the second no L2 cache holds half of
 them (the largest here has 126 MB)."""
 
 
-class GdnSample(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One operating point; fields are the CSV's columns.
+class GdnSample(KernelSample, frozen=True, kw_only=True):
+    """One operating point.
 
     Attributes:
         phase: `decode`, one token of each sequence, or `prefill`, prompts.
@@ -53,6 +47,13 @@ class GdnSample(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     batch: int
     new_tokens: int
     latency_s: float
+    what: ClassVar[str] = "Gated DeltaNet"
+    checked: ClassVar[str] = "its sizes or latency_s"
+
+    @property
+    def is_possible(self) -> bool:
+        has_sizes = min(self.num_key_heads, self.num_value_heads, self.batch, self.new_tokens) > 0
+        return has_sizes and not (self.phase == "decode" and self.new_tokens > 1) and super().is_possible
 
     @property
     def layer(self) -> GatedDeltaNetSpec:
@@ -104,16 +105,6 @@ class GdnTerms(KernelTerms):
         return cls(*np.array(rows, dtype=np.float64).T)
 
 
-def read_gdn_samples(path: Path) -> list[GdnSample]:
-    """The samples of a file. UserError for one that holds none."""
-    found = read_kernel_samples(path, GdnSample, "Gated DeltaNet")
-    for s in found:
-        sizes = s.num_key_heads, s.num_value_heads, s.batch, s.new_tokens
-        if min(sizes) < 1 or (s.phase == "decode" and s.new_tokens > 1) or not 0 < s.latency_s < 60:
-            raise UserError(f"{path}: {s} cannot be: correct its sizes or latency_s")
-    return found
-
-
 def fit_gdn(samples: Sequence[GdnSample], hardware: HardwareSpec) -> KernelFit[GdnSample]:
     """A fit to the samples that `is_fitted`, with errors on numbers of value heads left out.
 
@@ -122,7 +113,7 @@ def fit_gdn(samples: Sequence[GdnSample], hardware: HardwareSpec) -> KernelFit[G
     """
     chosen = [s for s in samples if s.is_fitted]
     heads = np.array([s.num_value_heads for s in chosen])
-    parts = phases("gdn", "Gated DeltaNet", [s.phase for s in chosen], heads)
+    parts = phases("gdn", GdnSample.what, [s.phase for s in chosen], heads)
     seconds, fit_to = np.array([s.latency_s for s in chosen]), partial(_fit, hardware=hardware)
     return KernelFit(chosen, *errors_of_fit(seconds, GdnTerms.of(chosen), heads, fit_to, predict_gdn_s), "heads", parts)
 

@@ -1,14 +1,37 @@
-"""A fit to samples of single kernels: terms by sample, and errors on the samples and on what is left out."""
+"""A fit to samples of single kernels: their files, terms by sample, and errors on them and on what is left out."""
 
+import csv
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Generic, Self, TypeVar
+from pathlib import Path
+from typing import Any, ClassVar, Generic, Self, TypeVar
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from calib.robust import Array, Fit
+from calib.samples import read_text
 from sim.errors import UserError
+
+LONGEST_S = 60.0
+
+
+class KernelSample(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One operating point of a kernel; fields are the columns of its CSV, `latency_s` seconds of one layer among them.
+
+    Attributes:
+        what: the kernels, in messages.
+        checked: columns that `is_possible` looks at, in messages.
+    """
+
+    what: ClassVar[str]
+    checked: ClassVar[str]
+
+    @property
+    def is_possible(self) -> bool:
+        """Whether its numbers can be."""
+        return 0 < getattr(self, "latency_s") < LONGEST_S  # noqa: B009
 
 
 @dataclass(frozen=True)
@@ -19,7 +42,7 @@ class KernelTerms:
         return type(self)(*(getattr(self, field.name)[chosen] for field in fields(self)))
 
 
-S = TypeVar("S")
+S = TypeVar("S", bound=KernelSample)
 T = TypeVar("T", bound=KernelTerms)
 
 
@@ -51,6 +74,21 @@ class KernelFit(Generic[S]):
             if len(self.unseen):
                 found[f"unseen_{self.groups}_{name}_mape"] = round(float(np.abs(self.unseen[chosen]).mean()), 5)
         return found
+
+
+def read_kernel_samples(path: Path, kind: type[S]) -> list[S]:
+    """The samples of a file. UserError for a file that holds none, or one that cannot be."""
+    lines = [line for line in read_text(path).splitlines() if line[:1] != "#"]
+    try:
+        found = msgspec.convert(list(csv.DictReader(lines)), list[kind], strict=False)
+    except msgspec.ValidationError as error:
+        raise UserError(
+            f"{path}: holds no samples of {kind.what} ({error}): give a gzipped CSV with their columns"
+        ) from error
+    for sample in found:
+        if not sample.is_possible:
+            raise UserError(f"{path}: {sample} cannot be: correct {kind.checked}")
+    return found
 
 
 def errors_of_fit(

@@ -17,32 +17,27 @@ queries and keys are put together. `products` are the profile's own, overhead of
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 import msgspec
 import numpy as np
 
-from calib.kernel_fit import KernelFit, KernelTerms, errors_of_fit, phases
+from calib.kernel_fit import KernelFit, KernelSample, KernelTerms, errors_of_fit, phases
 from calib.robust import Array, Fit, Parameter, fit_relative
 from calib.roofline import ridge_s
-from calib.samples import read_kernel_samples
 from sim.cost.profile import LATENT_UNITS, Profile
 from sim.cost.roofline import RooflineCost
-from sim.errors import UserError
 from sim.specs.hardware import HardwareSpec
 from sim.specs.models import ModelSpec, load_model
 
-LATENT_DATA = Path(__file__).parent / "data" / "latents"
-"""Samples of shipped profiles."""
 MODEL = "deepseek-v3"
 """Whose attention the samples are."""
 EAGER_S = "latent_eager_s"
 """What an `eager` sample takes longer."""
 
 
-class LatentSample(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One operating point; fields are the CSV's columns.
+class LatentSample(KernelSample, frozen=True, kw_only=True):
+    """One operating point.
 
     Attributes:
         phase: `decode`, one token of each sequence, or `prefill`, prompts with nothing cached.
@@ -61,6 +56,12 @@ class LatentSample(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     context_tokens: int
     latency_s: float
     eager: int = 0
+    what: ClassVar[str] = "latent attention"
+    checked: ClassVar[str] = "its sizes or latency_s"
+
+    @property
+    def is_possible(self) -> bool:
+        return min(self.num_heads, self.batch, self.context_tokens) > 0 and super().is_possible
 
     @property
     def num_tokens(self) -> int:
@@ -126,15 +127,6 @@ def attention_model(num_heads: int, *, fp8: bool) -> ModelSpec:
     )  # fmt: skip
 
 
-def read_latent_samples(path: Path) -> list[LatentSample]:
-    """The samples of a file. UserError for one that holds none."""
-    found = read_kernel_samples(path, LatentSample, "latent attention")
-    for sample in found:
-        if min(sample.num_heads, sample.batch, sample.context_tokens) < 1 or not 0 < sample.latency_s < 60:
-            raise UserError(f"{path}: {sample} cannot be: correct its sizes or latency_s")
-    return found
-
-
 def fit_latents(samples: Sequence[LatentSample], profile: Profile, hardware: HardwareSpec) -> KernelFit[LatentSample]:
     """A fit to samples whose products `profile` prices, with errors on numbers of heads left out.
 
@@ -142,7 +134,7 @@ def fit_latents(samples: Sequence[LatentSample], profile: Profile, hardware: Har
         UserError: samples of one number of heads, or of one phase.
     """
     heads = np.array([s.num_heads for s in samples])
-    parts = phases("latent", "latent attention", [s.phase for s in samples], heads)
+    parts = phases("latent", LatentSample.what, [s.phase for s in samples], heads)
     terms, seconds = LatentTerms.of(samples, profile, hardware), np.array([s.latency_s for s in samples])
     token_bytes = attention_model(1, fp8=False).kv_bytes_per_token_layer()
     kv = KVPrice(token_bytes / profile.value("kv_bytes_per_s"), profile.value("roofline_exponent"))

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 Status = Literal["measured", "imported"]
 KERNEL_FILES = ("experts", "latents", "gdn")
 """Kinds of kernels with files of samples of their own, which flags and provenance name."""
+DATA = Path(__file__).parent / "data"
+"""Samples of shipped profiles, those of kernels in folders of their kinds."""
 
 
 def add_target(parser: argparse.ArgumentParser) -> None:
@@ -82,10 +84,8 @@ def fit_samples(
     Raises:
         UserError: a file that holds no samples, or samples that tell no profile; no base where one is needed.
     """
-    from calib.experts import fit_experts, read_expert_samples  # noqa: PLC0415
     from calib.fit import fit_profile, with_kernels  # noqa: PLC0415
-    from calib.gdn import fit_gdn, read_gdn_samples  # noqa: PLC0415
-    from calib.latents import fit_latents, read_latent_samples  # noqa: PLC0415
+    from calib.kernels import FITS  # noqa: PLC0415
     from calib.linear import fit_linear_profile  # noqa: PLC0415
     from calib.samples import read_comments, read_samples, samples_sha256  # noqa: PLC0415
 
@@ -106,13 +106,9 @@ def fit_samples(
         return fit_linear_profile(found, folder, hardware, name=name, status=status, provenance=provenance)
     completed = base_profile(base, hardware)
     report = fit_profile(found, folder, hardware, completed, name=name, status=status, provenance=provenance)
-    for fit in fit_experts(read_expert_samples(kernels["experts"])) if "experts" in kernels else ():
-        report = with_kernels(report, fit)
-    if "latents" in kernels:
-        latents = read_latent_samples(kernels["latents"])
-        report = with_kernels(report, fit_latents(latents, report.profile, hardware))
-    if "gdn" in kernels:
-        report = with_kernels(report, fit_gdn(read_gdn_samples(kernels["gdn"]), hardware))
+    for kind, path in kernels.items():
+        for fit in FITS[kind](path, report.profile, hardware):
+            report = with_kernels(report, fit)
     return report
 
 

@@ -37,7 +37,6 @@ from io import StringIO
 from math import isfinite
 from pathlib import Path
 from statistics import median
-from typing import TypeVar
 
 import msgspec
 
@@ -131,7 +130,6 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
         return self.op in PASSES and self.decodes > 0
 
 
-Kind = TypeVar("Kind", bound=msgspec.Struct)
 COLUMNS = Sample.__struct_fields__
 _TYPES = {field.name: field.type for field in msgspec.structs.fields(Sample)}
 _REQUIRED = ("op", "latency_s")
@@ -191,17 +189,6 @@ def _records(path: Path) -> Iterable[tuple[int, list[str]]]:
                 yield number, next(csv.reader([line], strict=True))
             except csv.Error as error:
                 raise UserError(f"{path}: line {number}: not CSV ({error}): correct the line") from error
-
-
-def read_kernel_samples(path: Path, kind: type[Kind], what: str) -> list[Kind]:
-    """Samples of single kernels, a struct's fields as columns. UserError for a file that holds none of `what`."""
-    lines = [line for line in read_text(path).splitlines() if line[:1] != "#"]
-    try:
-        return msgspec.convert(list(csv.DictReader(lines)), list[kind], strict=False)
-    except msgspec.ValidationError as error:
-        raise UserError(
-            f"{path}: holds no samples of {what} ({error}): give a gzipped CSV with their columns"
-        ) from error
 
 
 def read_comments(path: Path) -> dict[str, str]:

@@ -20,15 +20,14 @@ sys.path.insert(0, str(ROOT))
 
 from experts_report import error, experts_table, signed  # noqa: E402
 
-from calib.cli import DATA  # noqa: E402
-from calib.experts import EXPERT_DATA, fit_experts, read_expert_samples  # noqa: E402
 from calib.factors import LEANS  # noqa: E402
 from calib.figure import draw_fit  # noqa: E402
 from calib.fit import FitReport, fit_profile  # noqa: E402
-from calib.gdn import GDN_DATA, fit_gdn, read_gdn_samples  # noqa: E402
 from calib.holdout import Holdout, leave_one_model_out, mean_holdout  # noqa: E402
-from calib.latents import LATENT_DATA, LatentSample, attention_model, fit_latents, read_latent_samples  # noqa: E402
+from calib.kernels import FITS  # noqa: E402
+from calib.latents import LatentSample, attention_model  # noqa: E402
 from calib.papers import PaperConstant  # noqa: E402
+from calib.profile_files import DATA  # noqa: E402
 from calib.report import percent, readable, table  # noqa: E402
 from calib.robust import Array  # noqa: E402
 from calib.samples import read_samples  # noqa: E402
@@ -171,9 +170,9 @@ def regions(reports: Sequence[FitReport]) -> str:
 def experts() -> str:
     """Kernels of routed experts: their price as dense matrices, and by constants of their own."""
     found = {}
-    for path in sorted(EXPERT_DATA.glob("*.csv.gz")):
+    for path in sorted((DATA / "experts").glob("*.csv.gz")):
         profile = load_profile(path.name.removesuffix(".csv.gz"))
-        found[profile.gpu] = profile, fit_experts(read_expert_samples(path))
+        found[profile.gpu] = profile, FITS["experts"](path, profile, load_hardware(profile.gpu))
     return experts_table(found)
 
 
@@ -194,10 +193,10 @@ def as_other_attention_s(samples: Sequence[LatentSample], profile: Profile, hard
 def latents() -> str:
     """Kernels of latent attention: their price as other attention, and by constants of their own."""
     rows = []
-    for path in sorted(LATENT_DATA.glob("*.csv.gz")):
+    for path in sorted((DATA / "latents").glob("*.csv.gz")):
         profile = load_profile(path.name.removesuffix(".csv.gz"))
         without, hardware = profile.without(LATENT_UNITS), load_hardware(profile.gpu)
-        fit = fit_latents(read_latent_samples(path), without, hardware)
+        (fit,) = FITS["latents"](path, without, hardware)
         measured = np.array([s.latency_s for s in fit.samples])
         other = as_other_attention_s(fit.samples, without, hardware) / measured - 1
         heads = np.array([s.num_heads for s in fit.samples])
@@ -220,10 +219,9 @@ def latents() -> str:
 def gdn() -> str:
     """Kernels of Gated DeltaNet by constants of their own."""
     rows = []
-    for path in sorted(GDN_DATA.glob("*.csv.gz")):
+    for path in sorted((DATA / "gdn").glob("*.csv.gz")):
         profile = load_profile(path.name.removesuffix(".csv.gz"))
-        samples = read_gdn_samples(path)
-        fit = fit_gdn(samples, load_hardware(profile.gpu))
+        (fit,) = FITS["gdn"](path, profile, load_hardware(profile.gpu))
         heads = np.array([s.num_value_heads for s in fit.samples])
         for phase in ("decode", "prefill"):
             chosen = np.array([s.phase == phase for s in fit.samples])

@@ -8,10 +8,7 @@ import pytest
 from calib_small import A100, REFITTED, THREE, noisy, planted, shapes, terms
 from calibration_tables import FORMS, held_out
 
-from calib.cli import DATA
-from calib.experts import EXPERT_DATA
 from calib.fit import FitReport, fit_profile
-from calib.gdn import GDN_DATA
 from calib.holdout import (
     Holdout,
     is_decode,
@@ -21,9 +18,8 @@ from calib.holdout import (
     regions,
     small_predicts_large,
 )
-from calib.latents import LATENT_DATA
 from calib.papers import eq3_alpha
-from calib.profile_files import fit_samples
+from calib.profile_files import DATA, KERNEL_FILES, fit_samples
 from calib.report import fit_markdown
 from calib.samples import Sample
 from sim.cost.profile import Profile, load_profile
@@ -46,8 +42,7 @@ def refit(request) -> Refit:
 @cache
 def refit_of(gpu):
     path = DATA / f"{gpu}-imported.csv.gz"
-    folders = {"experts": EXPERT_DATA, "latents": LATENT_DATA, "gdn": GDN_DATA}
-    kernels = {kind: folder / path.name for kind, folder in folders.items() if (folder / path.name).exists()}
+    kernels = {kind: own for kind in KERNEL_FILES if (own := DATA / kind / path.name).exists()}
     report = fit_samples([path], load_hardware(gpu), None, f"{gpu}-imported", "imported", kernels=kernels)
     return Refit(report, load_profile(f"{gpu}-imported"))
 

@@ -7,10 +7,11 @@ import pytest
 from parquet_small import put
 
 import kvtwin
-from calib.cli import DATA
-from calib.experts import read_expert_samples
+from calib.experts import ExpertSample
 from calib.importers import aiconfigurator, llmservingsim, steps, vidur
 from calib.importers.tables import Table
+from calib.kernel_fit import read_kernel_samples
+from calib.profile_files import DATA
 from calib.samples import MADS, Sample, fault_of, read_comments, read_samples
 from sim.cost.profile import EXPERT_UNITS, read_profile
 from sim.errors import UserError
@@ -521,7 +522,7 @@ def test_the_command_composes_fits_and_writes(tables, tmp_path, monkeypatch, cap
     expected = dict(zip(EXPERT_UNITS, (1.5e14, 1.2e12, 1.0, 1e12, 4e-5), strict=True))
     assert own == pytest.approx(expected, rel=0.05)
     path = tmp_path / "out" / "a100-80g-imported-experts.csv.gz"
-    assert len(read_expert_samples(path)) == 24
+    assert len(read_kernel_samples(path, ExpertSample)) == 24
     words = ["profile", "fit", str(tmp_path / "out" / "a100-80g-imported.csv.gz"), "--gpu", "a100-80g"]
     assert kvtwin.main([*words, "--name", "mine", "--experts", str(path), "--out", str(tmp_path / "fit")]) == 0
     refit = read_profile(tmp_path / "fit" / "mine.json")

@@ -8,45 +8,46 @@ import test_calib_gdn as gdn
 import test_calib_latents as latents
 from calib_small import REFITTED
 
-from calib.experts import EXPERT_DATA, fit_experts, read_expert_samples
-from calib.gdn import GDN_DATA, fit_gdn, read_gdn_samples
-from calib.latents import LATENT_DATA, fit_latents, read_latent_samples
+from calib.gdn import fit_gdn
+from calib.kernel_fit import read_kernel_samples
+from calib.kernels import FITS
+from calib.latents import fit_latents
+from calib.profile_files import DATA, KERNEL_FILES
 from calib.samples import samples_sha256, write_samples
 from sim.cost.profile import EXPERT_NAMES, LATENT_UNITS, load_profile, shipped_profiles
 from sim.errors import UserError
 from sim.specs.hardware import load_hardware
 from sim.specs.quantization import PRODUCT_FORMATS
 
-DATA = {"experts": EXPERT_DATA, "latents": LATENT_DATA, "gdn": GDN_DATA}
-SHIPPED = {kind: sorted(path.name[: -len(".csv.gz")] for path in folder.iterdir()) for kind, folder in DATA.items()}
+SHIPPED = {kind: sorted(path.name[: -len(".csv.gz")] for path in (DATA / kind).iterdir()) for kind in KERNEL_FILES}
 
 
 def test_a_file_is_read_as_it_was_written(tmp_path):
     path, samples = tmp_path / "x.csv.gz", [experts.sample(), experts.sample(tokens=1, latency_s=3.25e-5)]
     write_samples(path, samples, ["kernels: mine"], type(samples[0]))
-    assert read_expert_samples(path) == samples
+    assert read_kernel_samples(path, type(samples[0])) == samples
     # Four bytes that hold a date in other gzip files.
     assert path.read_bytes()[4:8] == bytes(4)
 
 
 @pytest.mark.parametrize(
-    ("read", "sample"),
+    "sample",
     [
-        (read_expert_samples, experts.sample(quantization="int3")),
-        (read_expert_samples, experts.sample(latency_s=math.nan)),
-        (read_expert_samples, experts.sample(experts_met=0.0)),
-        (read_latent_samples, latents.sample(latency_s=61.0)),
-        (read_latent_samples, latents.sample(num_heads=-1)),
-        (read_gdn_samples, gdn.sample(latency_s=61.0)),
-        (read_gdn_samples, gdn.sample(batch=0)),
-        (read_gdn_samples, gdn.sample(new_tokens=2)),
+        experts.sample(quantization="int3"),
+        experts.sample(latency_s=math.nan),
+        experts.sample(experts_met=0.0),
+        latents.sample(latency_s=61.0),
+        latents.sample(num_heads=-1),
+        gdn.sample(latency_s=61.0),
+        gdn.sample(batch=0),
+        gdn.sample(new_tokens=2),
     ],
 )
-def test_samples_that_cannot_be_are_refused(tmp_path, read, sample):
+def test_samples_that_cannot_be_are_refused(tmp_path, sample):
     path = tmp_path / "x.csv.gz"
     write_samples(path, [sample], kind=type(sample))
     with pytest.raises(UserError, match="cannot be"):
-        read(path)
+        read_kernel_samples(path, type(sample))
 
 
 @pytest.mark.parametrize(
@@ -69,18 +70,11 @@ def test_profiles_have_constants_of_kernels_where_samples_of_them_ship():
         "latents": lambda p: p.latents,
         "gdn": lambda p: p.gdn,
     }
-    for kind, folder in DATA.items():
+    for kind in KERNEL_FILES:
         found = [p for p in profiles if has[kind](p)]
         assert [p.name for p in found] == SHIPPED[kind]
         for profile in found:
-            assert profile.provenance[f"{kind}_sha256"] == samples_sha256(folder / f"{profile.name}.csv.gz")
-
-
-FITS = {
-    "experts": lambda path, *_: fit_experts(read_expert_samples(path)),
-    "latents": lambda path, *known: [fit_latents(read_latent_samples(path), *known)],
-    "gdn": lambda path, _, hardware: [fit_gdn(read_gdn_samples(path), hardware)],
-}
+            assert profile.provenance[f"{kind}_sha256"] == samples_sha256(DATA / kind / f"{profile.name}.csv.gz")
 
 
 @pytest.mark.parametrize(
@@ -91,7 +85,7 @@ def test_shipped_constants_are_the_fit_to_shipped_samples(kind, name):
     """Rates are below the peak, and heads that were left out are priced within 8 %; of two engines' within 10 %."""
     profile = load_profile(name)
     hardware, shipped = load_hardware(profile.gpu), profile.residuals or {}
-    for fit in FITS[kind](DATA[kind] / f"{name}.csv.gz", profile.without(LATENT_UNITS), hardware):
+    for fit in FITS[kind](DATA / kind / f"{name}.csv.gz", profile.without(LATENT_UNITS), hardware):
         values = fit.fit.values
         assert {own: profile.value(own) for own in values} == pytest.approx(values, rel=1e-3)
         assert {own: shipped[own] for own in fit.residuals} == pytest.approx(fit.residuals, abs=2e-4)

@@ -5,8 +5,8 @@ import json
 import msgspec
 import pytest
 
-from calib.cli import DATA
 from calib.derive import OWN, derive_profile
+from calib.profile_files import DATA
 from calib.roofline import MOST_EXPONENT
 from calib.samples import read_samples, samples_sha256
 from calib.terms import load_models
