@@ -10,6 +10,8 @@ import numpy as np
 
 from calib.copies import COPY_COSTS, all_reduce_points, fault_of_copies, fit_all_reduce, fit_copies, fit_host_memcpy
 from calib.holdout import (
+    PHASES,
+    Fitted,
     Holdout,
     Region,
     errors_of,
@@ -132,7 +134,8 @@ def fit_profile(
     constants = complete({**fixed, **fit.values})
     # The host's, and no model's: what is left out shall tell the rest.
     fixed |= {name: fit.values[name] for name in ("eager_layer_s", "pieced_layer_s") if name in fit.values}
-    factors, by_model, by_rows = _factors(chosen, terms, measured, constants, fixed)
+    held = Fitted(chosen, terms, measured, fixed)
+    factors, by_model, by_rows = _factors(held, constants)
     errors = errors_of(constants, terms, measured, factors)
     quantized = fit_quantised([s for s in timed if s.is_quantised], models, constants, factors)
     longest = fit_longest(unlike, models, constants, factors)
@@ -142,9 +145,8 @@ def fit_profile(
     alpha = eq3_alpha(papers)
     if alpha is not None:
         estimates["alpha"] = alpha
-    if "step_s_per_sequence" in fit.values:
-        fixed["step_s_per_sequence"] = fit.values["step_s_per_sequence"]
-    large = small_predicts_large(chosen, terms, measured, fixed=fixed, factored=factors is not None)
+    of_host = {name: fit.values[name] for name in ("step_s_per_sequence",) if name in fit.values}
+    large = small_predicts_large(replace(held, fixed=fixed | of_host), factored=factors is not None)
     found = regions(chosen, errors)
     fitted, carried = _constants(estimates, scatter, base, steps=bool(terms.steps.any()))
     profile = Profile(
@@ -199,18 +201,19 @@ def with_kernels(report: FitReport, kernels: KernelFit[Any]) -> FitReport:
 
 
 def _factors(
-    samples: Sequence[Sample], terms: Terms, measured: Array, constants: Mapping[str, float], fixed: Mapping[str, float]
+    what: Fitted, constants: Mapping[str, float]
 ) -> tuple[list[Point] | None, dict[str, Holdout], dict[str, Holdout]]:
     """Factors of products' tokens where they pay, and errors on models left out, or on rows where there is one only.
 
     They pay where the fit without them leans or misses what is left out, and predicts that better with them.
     """
-    by_model = leave_one_model_out(samples, terms, measured, fixed=fixed)
+    terms, measured = what.terms, what.measured_s
+    by_model = leave_one_model_out(what)
     left_out = leave_one_model_out if by_model else leave_rows_out
-    alone = by_model or left_out(samples, terms, measured, fixed=fixed)
-    if not leans(regions(samples, errors_of(constants, terms, measured))) and not misses(alone):
+    alone = by_model or left_out(what)
+    if not leans(regions(what.samples, errors_of(constants, terms, measured))) and not misses(alone):
         return None, by_model, {}
-    held_out = left_out(samples, terms, measured, fixed=fixed, factored=True)
+    held_out = left_out(what, factored=True)
     if is_better(held_out, alone):
         return fit_linear_factors(constants, terms, measured), *((held_out, {}) if by_model else ({}, held_out))
     return None, by_model, {}
@@ -275,7 +278,7 @@ def check_plausible(report: FitReport, hardware: HardwareSpec) -> None:
                 f"samples: {name} = {value:.3g} is above the peak of {hardware.name}, {peak:.3g}: they are of another "
                 "GPU, model, number of GPUs or type of weights than said"
             )
-    for phase in ("prefill", "decode", "mixed"):
+    for phase in PHASES:
         error = (report.profile.residuals or {}).get(f"{phase}_mape", 0.0)
         if error > MOST_ERROR:
             raise UserError(
@@ -357,10 +360,6 @@ def _residuals(
     of_models, of_rows = map(mean_holdout, unseen)
     own = scores(samples, errors, np.ones(len(samples), dtype=bool))
     left_out = {"": own, "unseen_model_": of_models, "unseen_rows_": of_rows, "unseen_size_": large}
-    values = {
-        f"{what}{phase}_mape": getattr(error, phase)
-        for what, error in left_out.items()
-        for phase in ("prefill", "decode", "mixed")
-    }
+    values = {f"{what}{phase}_mape": getattr(error, phase) for what, error in left_out.items() for phase in PHASES}
     values["largest_region_bias"] = max((abs(region.bias) for region in found if region.is_pass), default=float("nan"))
     return {name: round(value, 5) for name, value in values.items() if np.isfinite(value)}

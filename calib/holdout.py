@@ -5,7 +5,7 @@ ones; regions show a lean that an average would hide.
 """
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +23,7 @@ PROMPT_TOKENS = 128
 """Prompts below this many tokens are not scored: they are pure overhead."""
 SMALL_SHARE = 0.5
 """Share of each phase's samples, the fastest, that predict the others."""
+PHASES = ("prefill", "decode", "mixed")
 ROW_FOLDS = 5
 """Parts that samples of one model alone are split into, at random, to be left out."""
 
@@ -68,6 +69,20 @@ def is_mixed(samples: Sequence[Sample]) -> Mask:
     return np.array([s.is_mixed for s in samples], dtype=bool)
 
 
+@dataclass(frozen=True)
+class Fitted:
+    """What a roofline is fitted to: samples, their terms and medians (s), and constants that others tell.
+
+    `without` is as for `fit_roofline`.
+    """
+
+    samples: Sequence[Sample]
+    terms: Terms
+    measured_s: Array
+    fixed: Mapping[str, float] = field(default_factory=lambda: NO_ALL_REDUCE)
+    without: Collection[str] = ()
+
+
 def errors_of(
     constants: Mapping[str, float], terms: Terms, measured_s: Array, factors: Sequence[Point] | None = None
 ) -> Array:
@@ -75,84 +90,49 @@ def errors_of(
     return predict_s(constants, terms, factors) / measured_s - 1
 
 
-def leave_one_model_out(
-    samples: Sequence[Sample],
-    terms: Terms,
-    measured_s: Array,
-    fixed: Mapping[str, float] = NO_ALL_REDUCE,
-    *,
-    factored: bool = False,
-    without: Collection[str] = (),
-) -> dict[str, Holdout]:
+def leave_one_model_out(what: Fitted, *, factored: bool = False) -> dict[str, Holdout]:
     """Each model predicted by a fit to the others, if those have prompts and decodes; empty where there is only one.
 
-    `factored` says whether products have factors of their tokens; `without` is as for `fit_roofline`.
+    `factored` says whether products have factors of their tokens.
     """
-    models = np.array([s.model for s in samples])
-    prompts, decodes = is_scored_prefill(samples), is_decode(samples)
+    models = np.array([s.model for s in what.samples])
+    prompts, decodes = is_scored_prefill(what.samples), is_decode(what.samples)
     return {
-        str(name): _held_out(samples, terms, measured_s, models == name, fixed, factored, without)
+        str(name): _held_out(what, models == name, factored)
         for name in sorted(set(models))
         if np.any(prompts & (models != name)) and np.any(decodes & (models != name))
     }
 
 
-def leave_rows_out(
-    samples: Sequence[Sample],
-    terms: Terms,
-    measured_s: Array,
-    fixed: Mapping[str, float] = NO_ALL_REDUCE,
-    *,
-    factored: bool = False,
-) -> dict[str, Holdout]:
+def leave_rows_out(what: Fitted, *, factored: bool = False) -> dict[str, Holdout]:
     """Samples predicted by a fit to the others, a part at a time: what can be left out where all are of one model."""
-    part = np.random.default_rng(0).permutation(len(samples)) % ROW_FOLDS
-    return {
-        f"part {i + 1}": _held_out(samples, terms, measured_s, part == i, fixed, factored) for i in range(ROW_FOLDS)
-    }
+    part = np.random.default_rng(0).permutation(len(what.samples)) % ROW_FOLDS
+    return {f"part {i + 1}": _held_out(what, part == i, factored) for i in range(ROW_FOLDS)}
 
 
-def small_predicts_large(
-    samples: Sequence[Sample],
-    terms: Terms,
-    measured_s: Array,
-    fixed: Mapping[str, float] = NO_ALL_REDUCE,
-    share: float = SMALL_SHARE,
-    *,
-    factored: bool = False,
-) -> Holdout:
+def small_predicts_large(what: Fitted, share: float = SMALL_SHARE, *, factored: bool = False) -> Holdout:
     """The longer prompts and decodes (by measured time, each phase apart) predicted by a fit to the shorter ones."""
-    large = np.zeros(len(samples), dtype=bool)
-    decodes = is_decode(samples)
+    large, seconds, decodes = np.zeros(len(what.samples), dtype=bool), what.measured_s, is_decode(what.samples)
     for phase in (decodes, ~decodes):
         if phase.any():
-            large |= phase & (measured_s > np.quantile(measured_s[phase], share))
-    return _held_out(samples, terms, measured_s, large, fixed, factored)
+            large |= phase & (seconds > np.quantile(seconds[phase], share))
+    return _held_out(what, large, factored)
 
 
 def mean_holdout(parts: Mapping[str, Holdout]) -> Holdout:
     """The average over held-out models, each counting the same."""
-    prefill = [part.prefill for part in parts.values() if not np.isnan(part.prefill)]
-    decode = [part.decode for part in parts.values() if not np.isnan(part.decode)]
-    mixed = [part.mixed for part in parts.values() if not np.isnan(part.mixed)]
-    count = sum(part.count for part in parts.values())
-    return Holdout(mean(prefill), mean(decode), count, mean(mixed))
+    means = {
+        phase: mean([error for part in parts.values() if not np.isnan(error := getattr(part, phase))])
+        for phase in PHASES
+    }
+    return Holdout(count=sum(part.count for part in parts.values()), **means)
 
 
-def _held_out(
-    samples: Sequence[Sample],
-    terms: Terms,
-    measured_s: Array,
-    left_out: Mask,
-    fixed: Mapping[str, float],
-    factored: bool,
-    without: Collection[str] = (),
-) -> Holdout:
-    constants = complete(
-        {**fixed, **fit_roofline(terms[~left_out], measured_s[~left_out], fixed, without=without).values}
-    )
-    factors = fit_linear_factors(constants, terms[~left_out], measured_s[~left_out]) if factored else None
-    return scores(samples, errors_of(constants, terms, measured_s, factors), left_out)
+def _held_out(what: Fitted, left_out: Mask, factored: bool) -> Holdout:
+    terms, seconds = what.terms[~left_out], what.measured_s[~left_out]
+    constants = complete({**what.fixed, **fit_roofline(terms, seconds, what.fixed, without=what.without).values})
+    factors = fit_linear_factors(constants, terms, seconds) if factored else None
+    return scores(what.samples, errors_of(constants, what.terms, what.measured_s, factors), left_out)
 
 
 def scores(samples: Sequence[Sample], errors: Array, chosen: Mask) -> Holdout:
@@ -170,14 +150,13 @@ def leans(found: Sequence[Region], *, whole: bool = True) -> bool:
 def misses(parts: Mapping[str, Holdout]) -> bool:
     """Whether a phase that was left out is predicted badly."""
     found = mean_holdout(parts)
-    return any(error > LEANS for error in (found.prefill, found.decode, found.mixed))
+    return any(getattr(found, phase) > LEANS for phase in PHASES)
 
 
 def is_better(parts: Mapping[str, Holdout], than: Mapping[str, Holdout]) -> bool:
     """Whether held-out errors are less, all phases together."""
-    mine, theirs = mean_holdout(parts), mean_holdout(than)
-    totals = [np.nansum([found.prefill, found.decode, found.mixed]) for found in (mine, theirs)]
-    return bool(totals[0] < totals[1])
+    mine, theirs = (np.nansum([getattr(mean_holdout(one), phase) for phase in PHASES]) for one in (parts, than))
+    return bool(mine < theirs)
 
 
 def mean(values: Sequence[float] | Array) -> float:

@@ -23,7 +23,7 @@ from experts_report import error, experts_table, signed  # noqa: E402
 from calib.factors import LEANS  # noqa: E402
 from calib.figure import draw_fit  # noqa: E402
 from calib.fit import FitReport, fit_profile  # noqa: E402
-from calib.holdout import Holdout, leave_one_model_out, mean_holdout  # noqa: E402
+from calib.holdout import Fitted, Holdout, leave_one_model_out, mean_holdout  # noqa: E402
 from calib.kernels import FITS  # noqa: E402
 from calib.latents import LatentSample, attention_model  # noqa: E402
 from calib.papers import PaperConstant  # noqa: E402
@@ -250,7 +250,7 @@ def held_out(report: FitReport, form: str) -> Holdout:
     if form == "no activations":
         terms = replace(terms, activation_bytes=np.zeros_like(terms.activation_bytes))
     without = FORMS[form][1]
-    return mean_holdout(leave_one_model_out(report.samples, terms, report.measured_s, without=without))
+    return mean_holdout(leave_one_model_out(Fitted(report.samples, terms, report.measured_s, without=without)))
 
 
 def forms_table(reports: Sequence[FitReport]) -> str:

@@ -8,7 +8,7 @@ from calib_small import A100, BASE, HARDWARE, THREE, noisy, planted, shapes, ter
 
 from calib.factors import factors_at, fit_factors
 from calib.fit import FitReport, fit_profile
-from calib.holdout import leave_one_model_out, mean_holdout
+from calib.holdout import Fitted, leave_one_model_out, mean_holdout
 from calib.robust import Parameter
 from calib.roofline import complete, predict_s
 
@@ -64,7 +64,7 @@ def test_planted_factors_come_back_and_hold_out_better():
     assert np.abs(own / true - 1).mean() < 0.02
     assert found[256] / found[512] == pytest.approx(0.85 / 1.2, rel=0.08)
     exact = report_of(curved())
-    without = mean_holdout(leave_one_model_out(exact.samples, exact.terms, exact.measured_s))
+    without = mean_holdout(leave_one_model_out(Fitted(exact.samples, exact.terms, exact.measured_s)))
     held_out = mean_holdout(exact.by_model)
     assert held_out.prefill < 0.5 * without.prefill and held_out.decode < without.decode
     assert report.profile.fp8_linear_factors is None

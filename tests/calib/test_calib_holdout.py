@@ -1,6 +1,6 @@
 """Errors on what a fit has not seen: how they are taken, and the promise that the shipped samples keep."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import numpy as np
@@ -10,6 +10,7 @@ from calibration_tables import FORMS, held_out
 
 from calib.fit import FitReport, fit_profile
 from calib.holdout import (
+    Fitted,
     Holdout,
     is_decode,
     is_scored_prefill,
@@ -108,8 +109,8 @@ def test_every_term_of_the_form_pays(held_out_by_form, form):
 # -- how the errors are taken ----------------------------------------------------------------------------------------
 
 
-def parts_of(samples):
-    return samples, terms(samples), np.array([s.latency_s for s in samples])
+def fitted(samples):
+    return Fitted(samples, terms(samples), np.array([s.latency_s for s in samples]))
 
 
 def test_a_model_that_follows_other_constants_is_known_by_its_held_out_error():
@@ -118,26 +119,27 @@ def test_a_model_that_follows_other_constants_is_known_by_its_held_out_error():
     slower = {**A100, "flops_per_s": 1.25e14, "attention_flops_per_s": 0.875e14, "hbm_bytes_per_s": 0.8e12}
     slower |= {"layer_overhead_s": 8e-5, "kv_bytes_per_s": A100["kv_bytes_per_s"] / 2}
     alike = planted(shapes(usual))
-    found = leave_one_model_out(*parts_of([*alike, *planted(shapes((odd_one,)), slower)]))
+    found = leave_one_model_out(fitted([*alike, *planted(shapes((odd_one,)), slower)]))
     assert sorted(found) == sorted(THREE)
     odd = found[odd_one]
     assert (odd.prefill, odd.decode) == (pytest.approx(0.5, abs=1e-3), pytest.approx(0.5, abs=1e-3))
     assert odd.count == len(alike) / 2
-    exact = leave_one_model_out(*parts_of(alike))
+    exact = leave_one_model_out(fitted(alike))
     assert all(part.prefill < 1e-3 and part.decode < 1e-3 for part in exact.values())
 
 
 def test_the_longer_half_is_predicted_from_the_shorter():
-    samples, amounts, seconds = parts_of(planted(shapes()))
-    assert small_predicts_large(samples, amounts, seconds).decode < 1e-3
+    known = fitted(planted(shapes()))
+    samples, seconds = known.samples, known.measured_s
+    assert small_predicts_large(known).decode < 1e-3
     decodes = is_decode(samples)
     median = np.median(seconds[decodes])
     # Whatever is longer than the median runs a tenth slower than the form has it.
     slower = np.where(decodes & (seconds > median), 1.1 * seconds, seconds)
-    found = small_predicts_large(samples, amounts, slower)
+    found = small_predicts_large(replace(known, measured_s=slower))
     assert found.decode == pytest.approx(1 - 1 / 1.1, rel=0.02)
     assert found.count == 2 * (len(samples) // 4) + 1
-    quarter = small_predicts_large(samples, amounts, seconds, share=0.75)
+    quarter = small_predicts_large(known, share=0.75)
     assert quarter.count < 0.3 * len(samples)
 
 
