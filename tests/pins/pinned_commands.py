@@ -47,19 +47,36 @@ STUDIES = {
 
 WORKLOADS = ("fixed", "uniform", "azure-conv-2023", "sharegpt", "ramp", "burst", "sessions")
 SLOW = f"{SMALL} --workload fixed --input-len 300 --output-len 40 {PROFILE} --request-rate 0.0005"
+MEASURED = "--model llama-3.1-8b --workload sharegpt --num-prompts 60 --request-rate 20"
 COMMANDS: dict[str, tuple[str, ...]] = {
     "run": (f"run --policy vllm-swap {CROWD} --out o --figures",),
     "run of pools": (f"run --policy mooncake {TURNS} {POOLS} --out o --figures",),
     "run of replicas": (f"run --policy vllm-v1 {TURNS} --replicas 2 --out o --figures",),
     "run of nothing": (f"run --policy vllm-swap {CROWD} --num-gpu-blocks-override 4 --out o --figures",),
     "run of hours": (f"run --policy vllm-swap {SLOW} --out o --figures --timeline", "report o"),
+    "runs that are measured": (f"run --policy vllm-v1 --gpu h100 {MEASURED} --out o", "report o",
+                               f"run --policy vllm-v1 --gpu h100 --tp 2 {MEASURED} --seed 3 --clip 900 --out p "
+                               "--max-num-seqs 9 --max-model-len 4000 --block-size 32", "report o p"),
     "compare": (f"compare {TWO} {CROWD} --out o", "report o"),
-    **{name: (f"{name.split()[0]} study.toml --out o --jobs 1",) for name in STUDIES},
+    **{name: (f"{name.split()[0]} study.toml --out o --jobs 1", "report o") for name in STUDIES},
     **{f"plan at {rate}": (f"plan --workload uniform --input-len 300 --output-len 20 --request-rate {rate} --jobs 1 "
        f"--num-prompts 60 --model llama-2-7b --gpu l20 {PROFILE} --max-gpus 2 --max-num-batched-tokens 512 --seeds 2 "
-       "--kv-cache-dtype auto --slo p99_ttft_ms:900 p99_tpot_ms:60 --out o",) for rate in (8, 30)},
+       "--kv-cache-dtype auto --slo p99_ttft_ms:900 p99_tpot_ms:60 --out o", "report o") for rate in (8, 30)},
     "trace": ("trace generate sessions --num-prompts 40 --request-rate 3 --turns 3 --seed 2 -o t.jsonl", "trace list",
               "trace inspect t.jsonl", "trace convert t.jsonl -o t.csv --clip 600"),
+    "changes of a trace": (
+        "trace generate sharegpt --num-prompts 30 --seed 4 --request-rate 4 -o s.csv", *(
+            f"trace convert s.csv -o {name}.csv {words}" for name, words in (
+                ("part", "--window 1:6.5 --spread-ties"), ("short", "--clip 300 --head 20 --rate-scale 1.5"),
+                ("even", "--request-rate 9 --burstiness 100 --seed 2"), ("drawn", "--request-rate 9 --seed 2"),
+                ("tools", "--tool-calls 1.5 --tool-call-s 0.4 --tool-call-tokens 9 --seed 5 --head 12"),
+                ("some", "--tool-calls 0.7 --head 12"), ("loras", "--loras 4 --lora-skew 1.1"), ("alike", "--loras 3"),
+            )
+        ), "trace convert part.csv s.csv -o both.csv", "trace inspect both.csv --json",
+        f"run --trace tools.csv --policy infercept --gpu l20 {PROFILE} --out t --timeline", "explain t --slowest 2",
+        "explain t --beyond 60 --by e2el",
+        f"run --trace loras.csv --policy vllm-v1:enable-lora=true,max-loras=2 --gpu l20 {PROFILE} --out l",
+    ),
     "workloads": tuple(f"trace generate {name} --num-prompts 9 --seed 3 -o {name}.jsonl" for name in WORKLOADS),
     "profile": (f"profile show {L20}", f"profile diff {L20} {T4} --figure d.png"),
 }  # fmt: skip
