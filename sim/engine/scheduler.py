@@ -293,13 +293,13 @@ class Scheduler:
                 self.end(seq, end_s)
             self.batching.commit_chunks(plan, end_s)
             return
-        chunks = {chunk.seq: chunk for chunk in plan.chunks}
+        # A sequence may have several chunks: a prompt with gaps.
         for seq in self.batching.in_order([*ended, *at_once]):
-            if seq in chunks:
-                self.batching.commit_chunks(plan, end_s, (chunks.pop(seq),))
+            if seq in at_once:
+                self.batching.commit_chunks(plan, end_s, [chunk for chunk in plan.chunks if chunk.seq is seq])
             else:
                 self.end(seq, end_s)
-        self.batching.commit_chunks(plan, end_s, chunks.values())
+        self.batching.commit_chunks(plan, end_s, [chunk for chunk in plan.chunks if chunk.seq not in at_once])
 
     @staticmethod
     def _ends_with(chunk: PrefillChunk) -> bool:

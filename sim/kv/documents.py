@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, ClassVar, Self
 from sim.engine.changes import Move, Streamed, Tier
 from sim.engine.limits import Limits, TierCounters
 from sim.engine.plan import IterationPlan, StepTimes
-from sim.engine.sequence import Sequence
+from sim.engine.sequence import Sequence, Status
 from sim.errors import UserError
 from sim.kv.document_options import DocumentOptions
 from sim.kv.gaps import gaps, split_by_gap
@@ -168,7 +168,8 @@ class DocumentMemory(PagedMemory):
         del self._accesses[seq]
         # A passage that stands twice in a prompt is kept once.
         places = sorted({key: place for place, key in reversed(tuple(enumerate(access.keys)))}.values())
-        taken = self.cache.offer(access, places)
+        # Preempted with its last token in flight: its blocks are needed now.
+        taken = [] if seq.status is Status.WAITING else self.cache.offer(access, places)
         self.cache.finish(access)
         self.tier.evicted_blocks = self.cache.num_evicted
         if not taken:

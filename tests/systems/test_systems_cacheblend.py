@@ -53,6 +53,16 @@ def test_passages_are_hit_where_no_prefix_is(policy, spans, jump):
     assert outcome.scheduler.counters.tiers["host"].hit_tokens == 80 - num_computed
 
 
+def test_pieces_of_a_prompt_count_where_others_end_at_once():
+    """One step: a request's last token, the only one of another, and 38 of 48 tokens of a third, in three pieces."""
+    beside = Request(2, 1.0, 1, 2), Request(3, 1.0005, 1, 1), ELSEWHERE._replace(arrival_s=1.0005)
+    limit = limits(gpu=8, host=100, max_model_len=97, tokens=40, chunked=True)
+    policy = parse_policy("cacheblend:batching=unified,recompute-share=0.5", {})[1]
+    outcome = simulate(policy, (PASSAGES, *beside), limit, machine=linear_machine())
+    steps = [[(c.num_cached, c.num_new) for c in p.chunks if c.seq.request is beside[2]] for p, _, _ in outcome.plans]
+    assert [step for step in steps if step] == [[(0, 16), (32, 16), (64, 6)], [(70, 10)]]
+
+
 def test_the_papers_share_is_fifteen_percent_and_the_first_layer():
     """Of 1,000 blocks hit, 32 layers: 0.15 + 0.85 / 32 = 0.1766 of them are computed again."""
     machine = linear_machine(layers=32)

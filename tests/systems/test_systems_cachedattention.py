@@ -94,19 +94,27 @@ def test_single_turns_gain_nothing():
     assert other.scheduler.counters.tiers["host"].stored_blocks == 0
 
 
-def test_what_is_preempted_with_its_last_token_in_flight_saves_nothing():
-    """Five requests in eleven blocks of 4 tokens: its blocks are needed now, not when a copy has ended."""
-    rows = requests((0.0, 1, 10), (0.01, 17, 5), (0.04, 5, 1), (0.04, 6, 11), (0.05, 11, 4))
+@pytest.mark.parametrize(
+    ("memory", "num_blocks", "rows"),
+    [
+        ("tiered", 11, ((0.0, 1, 10), (0.01, 17, 5), (0.04, 5, 1), (0.04, 6, 11), (0.05, 11, 4))),
+        ("documents", 8, ((0.04, 12, 10), (0.04, 16, 8), (0.05, 6, 10), (0.05, 18, 3))),
+    ],
+)
+def test_what_is_preempted_with_its_last_token_in_flight_saves_nothing(memory, num_blocks, rows):
+    """Blocks of 4 tokens: its are needed now, not when a copy has ended."""
+    rows = requests(*rows)
     rows[1:] = [
         row._replace(hash_ids=(7, *range(1000 * i, 1000 * i + 4))[: -(-row.prompt_tokens // 4)], hash_block_tokens=4)
         for i, row in enumerate(rows[1:])
     ]
     machine = linear_machine(decode=(1 / 64, 0.0, 0.0), swap_s_per_block=0.05)
-    limit = replace(limits(11, 8, block_size=4, max_model_len=64, chunked=True), enable_prefix_caching=True)
-    outcome = simulate(parse_policy("vllm-v1:memory=tiered,async-scheduling=true", {})[1], rows, limit, machine=machine)
+    limit = replace(limits(num_blocks, 8, block_size=4, max_model_len=64, chunked=True), enable_prefix_caching=True)
+    policy = parse_policy(f"vllm-v1:memory={memory},async-scheduling=true", {})[1]
+    outcome = simulate(policy, rows, limit, machine=machine)
     assert outcome.scheduler.counters.preemptions > 0
-    assert outcome.scheduler.gpu.free == 11
-    assert len(outcome.ended) == 5
+    assert outcome.scheduler.gpu.free == num_blocks
+    assert len(outcome.ended) == len(rows)
 
 
 def test_two_ways_to_the_host_are_refused():
