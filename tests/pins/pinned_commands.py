@@ -78,6 +78,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
         f"run --trace loras.csv --policy vllm-v1:enable-lora=true,max-loras=2 --gpu l20 {PROFILE} --out l",
     ),
     "workloads": tuple(f"trace generate {name} --num-prompts 9 --seed 3 -o {name}.jsonl" for name in WORKLOADS),
+    "policies": ("policies", "policies layerkv", "policies sglang", "policies vllm-v1 --mixes"),
     "profile": (f"profile show {L20}", f"profile diff {L20} {T4} --figure d.png"),
 }  # fmt: skip
 """One after another in a folder of their own."""

@@ -1,6 +1,8 @@
-"""Pictures of measurements that were never made, drawn from numbers given here."""
+"""Pictures and words of measurements that were never made, from numbers given here."""
 
-from collections.abc import Callable
+import random
+import tempfile
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -10,11 +12,14 @@ import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 from pictures import picture
-from pinned import L20, Table
+from pinned import L20, Table, rounded
+from pinned_results import beside, result_of
 
 from calib.figure import draw_fit
 from calib.robust import Estimate
 from calib.samples import Sample
+from gpu_runtime.twin import against as beside_measured
+from gpu_runtime.twin import agreement, iterations
 from gpu_runtime.twin.against_figure import draw_against
 from gpu_runtime.twin.agreement import Agreement
 from gpu_runtime.twin.figure import draw_twin
@@ -31,12 +36,64 @@ from traces.served import ServedRun
 SPREAD = np.array([0.0, 0.004, 0.3, 2.0, 0.7, 40.0, np.nan, 1.0])
 
 
-def against() -> Figure:
-    """Times from 4 ms to 40 s, one of none and one that is not known."""
+def served() -> tuple[ServedRun, Times, Times]:
+    """Times from 4 ms to 40 s, one of none and one that is not known; ours and theirs."""
     rows = requests(*((float(i), 10, 3) for i in range(len(SPREAD))))
     ours, theirs = (Times(SPREAD * x, SPREAD * 0.01 * x, SPREAD * 2 * x) for x in (1.0, 1.25))
-    served = ServedRun(Path("run.json"), rows, SPREAD.tolist(), SPREAD.tolist(), [()] * len(SPREAD), 0)
-    return draw_against("vllm-v1", served, ours, theirs)
+    run = ServedRun(Path("run.json"), rows, SPREAD.tolist(), SPREAD.tolist(), [()] * len(SPREAD), 0)
+    return run, ours, theirs
+
+
+def measured_words() -> Iterator[str]:
+    """What is said beside a measured run in which every token's time is known."""
+    run, ours, _ = served()
+    spread = np.nan_to_num(SPREAD, nan=11.0)
+    theirs = Times(spread * 1.25, spread * 0.02, spread * np.linspace(1.0, 3.0, len(spread)))
+    for failed, gaps_s in ((0, [(0.1, 0.0), (0.2, 0.3)] * 4), (3, [()] * 8)):
+        run = ServedRun(run.path, run.requests, run.ttft_s, run.e2el_s, gaps_s, failed)
+        found = beside_measured.measured_metrics(run, theirs)
+        rows = [
+            beside_measured.Compared(name, place and 0.9 * place, value, place and 0.3 * place)
+            for place, (name, value) in enumerate(found.items())
+        ]
+        worst = beside_measured.worst(run, ours, theirs)
+        facts = "vllm-v1", "serial scheduling", "l20", "run.json", 8, failed
+        yield from beside_measured.markdown(beside_measured.Against(*facts, rows, worst)).splitlines()
+
+
+def twin_words(place: int) -> Iterator[str]:
+    """What is said of live runs that mostly decide as the twin does, some of them more slowly."""
+    rng = random.Random(f"twin {place}")
+
+    def iteration(number: int, factor: float, *, alike: bool) -> Iteration:
+        ids = tuple(range(number % 7 + (0 if alike else 8)))
+        chunks = ((number, 30 + number % 3, 4),) * (number % 5 == 0)
+        decision = Decision(ids, chunks, (number % 2, 0, 3 * (number % 11 == 0)), (2,) * (number % 4 == 0))
+        priced_s = None if number % 9 == 0 else 0.02 + 0.001 * (number % 6)
+        duration_s = factor * (0.02 + 0.001 * (number % 6))
+        return Iteration(decision, KINDS[number % 3], 50 * number, 0.03 * number, duration_s, priced_s)
+
+    count = rng.choice((5, 70))
+    simulated = [iteration(number, 1.0, alike=True) for number in range(count)]
+    live = [
+        [iteration(number, rng.choice((0.9, 1.0, 1.3)), alike=rng.random() < 0.9) for number in range(count + more)]
+        for more in (0, 2)
+    ]
+    found, pairs = iterations.compare(simulated, live)
+    result = result_of(rng)
+    metrics = agreement.agreements(result, [beside(rng, result, "live") for _ in range(2)])
+    slowness, judged = rng.choice(([0.98, 1.02], [0.9, 1.2, 1.0, 1.04])), agreement.verdict(metrics, found)
+    said = agreement.Validation("layerkv", rng.choice((judged, judged, None)), slowness, place % 2, metrics, found)
+    yield from agreement.markdown(said, 2).splitlines()
+    yield from iterations.in_words(found, agreement.TOLERANCE).splitlines()
+    with tempfile.NamedTemporaryFile() as file:
+        iterations.write_csv(Path(file.name), pairs)
+        yield from (str(rounded(line.split(","))) for line in Path(file.name).read_text().splitlines())
+
+
+def against() -> Figure:
+    """Beside a measured run."""
+    return draw_against("vllm-v1", *served())
 
 
 def twin(pairs: int = 40) -> Figure:
@@ -143,4 +200,12 @@ DRAWINGS: dict[str, Callable[[], Figure]] = {
 }
 
 
-TABLES = {"drawings": Table(list(DRAWINGS), lambda name: {"picture": picture(DRAWINGS[name]())})}
+def words(name: str) -> dict[str, list[str]]:
+    """What is said."""
+    return {"said": [*(measured_words() if name == "measured" else twin_words(int(name)))]}
+
+
+TABLES = {
+    "drawings": Table(list(DRAWINGS), lambda name: {"picture": picture(DRAWINGS[name]())}),
+    "twins": Table(["measured", *map(str, range(8))], words),
+}
