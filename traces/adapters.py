@@ -32,7 +32,7 @@ def apart(lora: str, ids: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(int.from_bytes(found.digest()) >> 1 for found in hashes)
 
 
-def with_adapters(requests: Iterable[Request], count: int, skew: float, seed: int = 0) -> Iterator[Request]:
+def with_adapters(requests: Iterable[Request], count: int, skew: float, seed: int) -> Iterator[Request]:
     """Draw an adapter for each request, `lora-1` to `lora-COUNT`, the r-th with a weight of r ** -`skew`.
 
     Raises `TraceError` at once where a number is out of range.

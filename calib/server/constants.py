@@ -52,7 +52,7 @@ def constants_of(setup: Setup) -> dict[str, Constant]:
     return constants
 
 
-def chosen_constants(setup: Setup, names: Sequence[str] | None, *, cached: bool = False) -> list[str]:
+def chosen_constants(setup: Setup, names: Sequence[str] | None, *, cached: bool) -> list[str]:
     """The constants to fit: those named, else those of the profile's form, and the front end's where there is one.
 
     Args:

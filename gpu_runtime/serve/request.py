@@ -91,9 +91,9 @@ class Ask:
     min_tokens: int
     return_token_ids: bool
     sampling: Sampling
-    special_tokens: bool = True
-    stop: frozenset[int] = field(default_factory=frozenset)
-    stop_texts: tuple[str, ...] = ()
+    special_tokens: bool
+    stop: frozenset[int]
+    stop_texts: tuple[str, ...]
 
     def sampling_of(self, index: int) -> Sampling:
         """Of a choice, counted over all prompts: the answers to one prompt have seeds in a row, as in vLLM."""

@@ -28,7 +28,7 @@ DISPATCH_AND_COMBINE = 2
 is one kernel, and sums are scattered by another (`AgRsAll2AllManager`, vLLM 0.33's default)."""
 
 
-def num_launches(model: ModelSpec, tp: int, ranks: int = 1) -> int:
+def num_launches(model: ModelSpec, tp: int, ranks: int) -> int:
     """Kernels of all layers that each of the `tp` GPUs of each data-parallel rank is asked for in an iteration."""
     attention = LATENT_ATTENTION if model.mla else ATTENTION
     kernels = model.num_attention_layers * attention

@@ -177,7 +177,7 @@ def write_comparison(
     return path
 
 
-def markdown_lines(results: list[Result], bounds: Bounds | None = None, *, figures: bool = True) -> list[str]:
+def markdown_lines(results: list[Result], bounds: Bounds | None, *, figures: bool) -> list[str]:
     """The page `comparison.md`: sentences, table, figures if there are any, and where the times come from."""
     if not results:
         return ["# Comparison", "", "No policy was run."]

@@ -47,14 +47,14 @@ class EngineParts(msgspec.Struct, kw_only=True):
     engine: Engine
     lanes: Lanes
     series: Series | None = None
-    journal: Journal | None = None
+    journal: Journal | None
     log: RequestLog
     """Of all engines, as `gaps` and `detailed` are."""
     gaps: GapCollector
-    detailed: dict[int, list[float]] | None = None
+    detailed: dict[int, list[float]] | None
     """Times of every token by request id, s, where they are kept."""
-    watch: Observer | None = None
-    place: int = 0
+    watch: Observer | None
+    place: int
     prefilled_by: dict[Sequence, int] = msgspec.field(default_factory=dict)
     """Where those came from that another engine prefilled."""
 

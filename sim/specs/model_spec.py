@@ -31,9 +31,9 @@ class MlaSpec(msgspec.Struct, frozen=True, kw_only=True):
     qk_nope_head_dim: int
     qk_rope_head_dim: int
     v_head_dim: int
-    q_lora_rank: int | None = None
+    q_lora_rank: int | None
     """Width of the query's low-rank bottleneck; None: queries are projected directly."""
-    indexer: IndexerSpec | None = None
+    indexer: IndexerSpec | None
     """What chooses the tokens that are attended to; None: all are."""
 
     @property
@@ -49,11 +49,11 @@ class MoeSpec(msgspec.Struct, frozen=True, kw_only=True):
     experts_per_token: int
     moe_intermediate_size: int
     num_moe_layers: int
-    shared_intermediate_size: int = 0
+    shared_intermediate_size: int
     """Width of all shared experts together; 0: none."""
-    shared_gate: bool = False
-    router_bias: bool = False
-    expert_bias: bool = False
+    shared_gate: bool
+    router_bias: bool
+    expert_bias: bool
     """Biases on the projections of routed experts."""
 
 
@@ -284,7 +284,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
             return 0.0
         return self.moe.num_moe_layers * self.moe.num_experts * self._weights_of_expert * self.expert_dtype_bytes
 
-    def routed_activation_bytes_per_token(self, tp: int = 1) -> float:
+    def routed_activation_bytes_per_token(self, tp: int) -> float:
         """Bytes per GPU that a token's routed experts read and write in all layers.
 
         Inputs and outputs of both products and of the activation function between them, and what the sum reads.
@@ -408,7 +408,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
                 f"{self.gdn.num_value_heads} value heads of Gated DeltaNet: choose one that does"
             )
 
-    def kv_elements_per_token_layer(self, tp: int = 1) -> int:
+    def kv_elements_per_token_layer(self, tp: int) -> int:
         """Elements per GPU of one token's KV in one layer."""
         self.check_tp(tp)
         if self.mla:

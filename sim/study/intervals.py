@@ -9,7 +9,7 @@ from math import exp, inf, log, sqrt
 CONFIDENCE = 0.95
 
 
-def of_another_draw(values: Sequence[float], precision: float = 0.0) -> tuple[float, float]:
+def of_another_draw(values: Sequence[float], precision: float) -> tuple[float, float]:
     """Where the value of another like draw lies with 95 %: a prediction interval of the logarithm, by Student's t.
 
     Args:

@@ -159,8 +159,7 @@ def corrected_times(
     flops_per_s: float,
     bytes_per_s: float,
     h2d_bytes_per_s: float,
-    fixed_s: float = 0.0,
-    swap_launch_s: float = 0.0,
+    fixed_s: float,
 ) -> StepCosts:
     """The corrected forms on rates that all GPUs of a group reach together: FLOP/s, HBM and PCIe bytes/s."""
     linear, pair = model.linear_flops_per_token, model.attention_flops_per_token_pair
@@ -172,7 +171,6 @@ def corrected_times(
         weights_s=(model.linear_weight_bytes + model.head_weight_bytes) / bytes_per_s,
         read_s=model.kv_bytes_per_token() / bytes_per_s,
         swap_s=model.kv_bytes_per_token() / h2d_bytes_per_s,
-        swap_launch_s=swap_launch_s,
         fixed_s=fixed_s,
     )
 

@@ -530,7 +530,7 @@ class PrefixTree:
         self.lock(anchor)
         self._loads.append((anchor, pin))
 
-    def finish_loads(self, *, in_flight: bool = False) -> None:
+    def finish_loads(self, *, in_flight: bool) -> None:
         """What was on its way has arrived, but for what the step `in_flight` loads."""
         arrived, self._loading = self._loading, self._loads
         if not in_flight:
