@@ -24,6 +24,7 @@ from sim.specs.hardware import load_hardware
 from sim.specs.kv_format import kv_dtype
 from sim.specs.memory import OLDER, EngineMemory, kv_cache_blocks
 from sim.specs.models import load_model
+from sim.specs.stages import partitioned
 
 Row = dict[str, str]
 COUNTS = ("tensor_parallel_size", "pipeline_parallel_size", "max_num_batched_tokens", "max_num_seqs")
@@ -45,9 +46,9 @@ def error(row: Row, engine: EngineMemory | None = None) -> float:
         model = model.with_kv_dtype(kv_dtype(row["kv_cache_dtype"], gpu))
     tp, pp, tokens, seqs = (int(row[name]) for name in COUNTS)
     pool = kv_cache_blocks(
-        model, gpu, tensor_parallel_size=tp, pipeline_parallel_size=pp, max_num_batched_tokens=tokens,
-        max_num_seqs=seqs, gpu_memory_utilization=float(row["gpu_memory_utilization"]), block_size=16,
-        swap_space_bytes_per_gpu=0.0, engine=engine,
+        model, gpu, tensor_parallel_size=tp, stage_layers=partitioned(model.num_layers, pp),
+        max_num_batched_tokens=tokens, max_num_seqs=seqs,
+        gpu_memory_utilization=float(row["gpu_memory_utilization"]), block_size=16, swap_space_bytes_per_gpu=0.0, engine=engine,
     )  # fmt: skip
     return pool.num_gpu_blocks * pool.block_bytes / (float(row["kv_gib"]) * 2**30) - 1
 

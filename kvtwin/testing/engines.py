@@ -260,8 +260,11 @@ def simulate(
     observe: Callable[[Scheduler], Observer] | None = None,
     most_plans: int = 1_000_000,
     kind: type[Engine] | None = None,
+    stage_layers: tuple[int, ...] = (),
 ) -> Outcome:
     """Run a policy on the virtual clock with everything in reach; `kind` is of the engine.
+
+    `stage_layers` are those of its stages, as many each unless they are said.
 
     `observe` makes, for the scheduler, what hears of every plan instead of `Outcome.plans`. AssertionError after
     `most_plans` plans: then requests preempt one another for ever.
@@ -291,18 +294,24 @@ def simulate(
     env = simpy.Environment()
     arrivals = arrivals if isinstance(arrivals, Arrivals) else Arrivals(arrivals)
     facts = {
-        "layers": machine.model.num_layers,
         "block_bytes": limit.block_bytes,
         "hidden_bytes": machine.model.hidden_bytes_per_token_layer,
         "observer": watch,
     }
     if limit.stages > 1:
         instance: Instance = BatchQueue(
-            env, engine, machine.cost, lanes, stages=limit.stages, hand_over_s_per_token=0.0, **facts
+            env,
+            engine,
+            machine.cost,
+            lanes,
+            stage_layers=stage_layers or (1,) * limit.stages,
+            hand_over_s_per_token=0.0,
+            **facts,
         )
         serve = Cluster(env, [instance], arrivals, LeastLoaded()).serve
     else:
-        instance = Instance(env, engine, machine.cost, arrivals, lanes, jump=jump, **facts)
+        layers = machine.model.num_layers
+        instance = Instance(env, engine, machine.cost, arrivals, lanes, layers=layers, jump=jump, **facts)
         serve = instance.serve
     env.run(until=env.process(serve()))
     return Outcome(engine.scheduler, instance, lanes, log, gaps, ended, plans, tokens)

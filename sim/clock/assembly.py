@@ -211,7 +211,7 @@ def _members(engines: list[EngineParts], env: simpy.Environment, arrivals: Arriv
             )  # fmt: skip
         elif setup.limits.stages > 1:
             member = BatchQueue(
-                *args, stages=setup.pp, hand_over_s_per_token=_hand_over_s_per_token(setup), layers=layers,
+                *args, stage_layers=setup.stage_layers, hand_over_s_per_token=_hand_over_s_per_token(setup),
                 block_bytes=block_bytes, hidden_bytes=hidden_bytes, observer=parts.observer, ended=ended,
             )  # fmt: skip
         elif setup.pp == 1:

@@ -4,8 +4,9 @@ As `EngineCore.step_with_batch_queue`: batches are scheduled, one when the host'
 the queue is full; then the engine waits for the oldest. It sees what arrives when it schedules. Batches without work
 take places in the queue, too. The queue has as many places as there are stages, one more where it schedules ahead.
 
-A batch passes stage after stage, an equal part of its computation at each. Scheduled ahead, it enters the first when
-the batch of as many steps before has left the last: the tokens that one sampled are what it feeds.
+A batch passes stage after stage; each takes a share of its computation, as it has of the layers. Scheduled ahead, it
+enters the first when the batch of as many steps before has left the last: the tokens that one sampled are what it
+feeds.
 """
 
 from collections import deque
@@ -19,13 +20,16 @@ from sim.engine.sequence import Sequence
 
 
 class BatchQueue(Member):
-    """Its compute lane is that of the first stage; all stages take equal shares."""
+    """Its compute lane is that of the first stage."""
 
-    def __init__(self, *args: Any, stages: int, hand_over_s_per_token: float, layers: int, **options: Any) -> None:  # noqa: ANN401
-        """As `Member`; what a token's activations take from one stage to the next, s; `layers` of the model."""
+    def __init__(self, *args: Any, stage_layers: tuple[int, ...], hand_over_s_per_token: float, **options: Any) -> None:  # noqa: ANN401
+        """As `Member`; layers of each stage, and what a token's activations take from one to the next, s."""
         options["jump"] = False
-        super().__init__(*args, layers=layers // stages, **options)
-        self.stages, self.hand_over_s_per_token = stages, hand_over_s_per_token
+        super().__init__(*args, layers=max(stage_layers), **options)
+        stages, layers = len(stage_layers), sum(stage_layers)
+        self.hand_over_s_per_token = hand_over_s_per_token
+        self.parts = [layers / own for own in stage_layers]
+        """Each stage has one of so many equal parts of the computation."""
         self.schedules_ahead = self.engine.schedules_ahead
         self.places = stages + 1 if self.schedules_ahead else stages
         self._lanes = [self.lanes.compute, *(Lane(f"stage {number}") for number in range(1, stages))]
@@ -75,12 +79,13 @@ class BatchQueue(Member):
         whole_s, prelude_s = cost.iteration_s(plan) + plan.added_s, cost.prelude_s(plan)
         num_sequences = plan.num_decodes + len(plan.chunks)
         host_s = prelude_s + (cost.host.seconds(num_sequences) if cost.host is not None else 0.0)
-        stage_s = (whole_s - prelude_s) / self.stages
+        computed_s = whole_s - prelude_s
+        stages_s = [computed_s / parts for parts in self.parts]
         free_s = end_s = self.lanes.host.reserve(now_s, host_s, "host")
         if self.schedules_ahead:
             end_s = max(end_s, left_s[0])
         began_s = max(end_s, lanes[0].free_s)
-        end_s = pass_stages(lanes, end_s, stage_s, self.hand_over_s_per_token * plan.num_tokens, plan.kind)
+        end_s = pass_stages(lanes, end_s, stages_s, self.hand_over_s_per_token * plan.num_tokens, plan.kind)
         left_s.append(end_s)
         times = StepTimes(1, end_s, 0.0, 0.0, end_s, 1)
         self.iterations += 1

@@ -20,10 +20,12 @@ from sim.cost.pricing import Pricer
 from sim.engine.plan import IterationPlan, StepTimes
 
 
-def pass_stages(lanes: Iterable[Lane], ready_s: float, stage_s: float, hand_over_s: float, label: str) -> float:
-    """Occupy each stage's lane for `stage_s`, one after the other; returns when the last is left, s."""
+def pass_stages(
+    lanes: Iterable[Lane], ready_s: float, stages_s: Iterable[float], hand_over_s: float, label: str
+) -> float:
+    """Occupy each stage's lane for its seconds, one after the other; returns when the last is left, s."""
     end_s, before_s = ready_s, 0.0
-    for lane in lanes:
+    for lane, stage_s in zip(lanes, stages_s, strict=True):
         end_s = lane.reserve(end_s + before_s, stage_s, label)
         before_s = hand_over_s
     return end_s
@@ -56,7 +58,7 @@ class Pipeline:
         host_s += self.cost.added_host_s(plan.num_decodes + len(plan.chunks))
         self.host_free_s = max(ready_s, self.host_free_s) + host_s
         hand_over_s = self.hand_over_s_per_token * plan.num_tokens
-        return pass_stages(self.lanes, self.host_free_s, stage_s, hand_over_s, plan.kind)
+        return pass_stages(self.lanes, self.host_free_s, [stage_s] * self.stages, hand_over_s, plan.kind)
 
     def next_place(self, at_s: float) -> int:
         """Place of the virtual engine that DistServe's loop turns to next after `at_s`.

@@ -151,6 +151,10 @@ class Scenario:
         None, "stages that the layers of an engine lie on, each of --tp GPUs, with as many batches in flight",
         sparse=True,
     )  # fmt: skip
+    pp_layer_partition: str | None = _flag(
+        None, "layers of each of these stages, as 20,21,21 (vLLM's VLLM_PP_LAYER_PARTITION; default: as equal as can "
+        "be, more in the middle)", "N,N,...", goes_with="pipeline_parallel_size", sparse=True,
+    )  # fmt: skip
     data_parallel_size: int | None = _count(
         None, "ranks of an engine, each with its own scheduler and KV on --tp GPUs; of a model with experts they share "
         "these and iterate together", most=MOST_ENGINES, sparse=True,
@@ -331,6 +335,7 @@ class OptionError(UserError):
 
 
 OF_LAYOUTS = ("tp", "pipeline_parallel_size", "data_parallel_size", "enable_expert_parallel", "replicas", "router")
+OF_LAYOUTS += ("pp_layer_partition",)
 OF_LAYOUTS += ("all2all_backend", "prefill_replicas", "decode_replicas", "prefill_tp", "decode_tp")
 OF_LAYOUTS += ("prefill_pipeline_parallel_size", "decode_pipeline_parallel_size")
 """Options that say which engines there are, and on how many GPUs."""

@@ -31,12 +31,13 @@ def limits_of(
     max_model_len: int,
     engine: EngineLimits,
     memory: EngineMemory,
-    pp: int,
+    stage_layers: tuple[int, ...],
     experts: ExpertLayout | None,
     sparse: "SparseAttention | None",
     warnings: list[str],
 ) -> Limits:
-    """Pools as vLLM sizes them, of an engine of `pp` stages or one of its virtual engines, and the engine's limits."""
+    """Pools as vLLM sizes them, of an engine on stages or one of its virtual engines, and the engine's limits."""
+    pp = len(stage_layers)
     swap_space = scenario.swap_space
     if swap_space is None:
         swap_space = default_swap_space_gib(scenario, policy, hardware)
@@ -66,7 +67,7 @@ def limits_of(
         swap_space_bytes_per_gpu=swap_space * GIB,
         num_gpu_blocks_override=scenario.num_gpu_blocks_override,
         stored_layers=layers,
-        pipeline_parallel_size=pp,
+        stage_layers=stage_layers,
         experts=experts,
         further_weight_bytes=further
         + _adapter_bytes(policy, model, scenario.tp, warnings)

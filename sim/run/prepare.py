@@ -27,6 +27,7 @@ from sim.specs.hardware import HardwareSpec, load_hardware
 from sim.specs.kv_format import kv_dtype
 from sim.specs.memory import OLDER
 from sim.specs.models import ModelSpec, load_model
+from sim.specs.stages import partitioned
 from sim.systems.base import Asked, Policy
 from sim.systems.builder import STORED
 from sim.topology import DEFAULT_ROUTER, parse_weights
@@ -69,13 +70,18 @@ class Setup:
     role: Role = "both"
     decode: "Setup | None" = None
     """Of the engines that decode, where others prefill."""
-    pp: int = 1
-    """Stages of an engine, each of `tp` GPUs."""
+    stage_layers: tuple[int, ...] = ()
+    """Layers of each stage of an engine, which are on `tp` GPUs each."""
     experts: ExpertLayout | None = None
     """Which GPUs share the routed experts, where that is not the tensor-parallel group."""
     warnings: list[str] = field(default_factory=list)
     conditional: tuple[Conditional, ...] = ()
     """Options given that act only with others: a run refuses those that do not, a study those that never do."""
+
+    @property
+    def pp(self) -> int:
+        """Stages of an engine."""
+        return len(self.stage_layers)
 
     @property
     def num_schedulers(self) -> int:
@@ -85,7 +91,7 @@ class Setup:
     def priced(self, profile: Profile, engine: EngineProfile | None) -> "Setup":
         """The same with other constants."""
         scenario = replace(self.scenario, tp=self.tp)
-        cost = _cost(self.model, self.hardware, profile, scenario, self.limits, self.pp, engine, self.experts)
+        cost = _cost(self.model, self.hardware, profile, scenario, self.limits, self.stage_layers, engine, self.experts)
         return replace(self, profile=profile, cost=cost, engine_profile=engine)
 
 
@@ -175,23 +181,26 @@ def _prepare(asked_for: Scenario, scenario: Scenario, label: str, policy: Policy
     warnings += filter(None, [MEMORIES[policy.names["memory"]].caveat])
     warnings += _other_slos(policy, Goodput.parse(scenario.goodput))
     warnings += _not_of_the_encoder(policy, scenario)
-    pp = _stages(asked_for, scenario, model, policy, label, role)
+    stage_layers = _stage_layers(asked_for, scenario, model, policy, label, role)
+    pp = len(stage_layers)
     experts = _experts(scenario, model, policy, label, pp, warnings)
     engine_profile = _engine_profile(scenario, hardware, profile, policy, pp)
     # A CPU captures no graphs, and its runtime's memory is the process's.
     is_gpu = hardware.copies_beside_compute
     memory = engine_profile.memory() if is_gpu and engine_profile is not None else OLDER
-    limits = limits_of(scenario, model, hardware, policy, max_model_len, engine, memory, pp, experts, sparse, warnings)
+    limits = limits_of(
+        scenario, model, hardware, policy, max_model_len, engine, memory, stage_layers, experts, sparse, warnings
+    )
     warnings += _of_release(scenario, engine_profile)
     if pp > 1 and limits.stages == 1 and engine_profile is not None and engine_profile.host == "hidden":
         raise UserError(
             f"--engine-profile {engine_profile.name}: its host time is hidden behind the GPU, and the loop of virtual "
             "engines (--pipeline-parallel-size) is serial; give one whose host is serial (vllm-v1)"
         )
-    cost = _cost(model, hardware, profile, scenario, limits, pp, engine_profile, experts)
+    cost = _cost(model, hardware, profile, scenario, limits, stage_layers, engine_profile, experts)
     return Setup(
         asked_for, policy, label, model, hardware, profile, limits, cost, engine_profile, scenario.tp, role,
-        pp=pp, experts=experts, warnings=warnings, conditional=conditional,
+        stage_layers=stage_layers, experts=experts, warnings=warnings, conditional=conditional,
     )  # fmt: skip
 
 
@@ -238,17 +247,17 @@ def _cost(
     profile: Profile,
     scenario: Scenario,
     limits: Limits,
-    pp: int,
+    stage_layers: tuple[int, ...],
     engine: EngineProfile | None,
     experts: ExpertLayout | None,
 ) -> CostModel:
-    """Prices of an engine of `scenario.tp` times `pp` GPUs, with the graphs that it captures."""
+    """Prices of an engine of `scenario.tp` GPUs a stage, with the graphs that it captures."""
     if engine is not None:
         engine = engine.sized(limits.max_num_seqs, scenario.max_cudagraph_capture_size)
         if experts is not None and experts.backend == HIGH_THROUGHPUT:
             # vLLM and SGLang capture none then: the host waits for how many tokens come.
             engine = structs.replace(engine, graph_batch_sizes=())
-    block_bytes = limits.block_bytes * pp
+    block_bytes = limits.block_bytes * (model.num_layers / max(stage_layers))
     return build_cost(model, hardware, profile, scenario.tp, block_bytes, scenario.cost_form, engine, experts)
 
 
@@ -379,11 +388,13 @@ def with_one_swap_space(scenario: Scenario, policies: Iterable[Policy]) -> Scena
     return replace(scenario, swap_space=max(most_gib))
 
 
-def _stages(asked_for: Scenario, scenario: Scenario, model: ModelSpec, policy: Policy, label: str, role: Role) -> int:
-    """Stages of an engine; UserError where the system or the model cannot be laid out on them."""
-    stages, names = scenario.pipeline_parallel_size or 1, policy.names
-    if stages == 1:
-        return 1
+def _stage_layers(
+    asked_for: Scenario, scenario: Scenario, model: ModelSpec, policy: Policy, label: str, role: Role
+) -> tuple[int, ...]:
+    """Layers of each stage of an engine; UserError where the system or the model cannot be laid out on them."""
+    stages, names, partition = scenario.pipeline_parallel_size or 1, policy.names, scenario.pp_layer_partition
+    if stages == 1 and partition is None:
+        return (model.num_layers,)
     own = f"{role}_pipeline_parallel_size" if role != "both" else ""
     name = flag(own if own and getattr(asked_for, own) is not None else "pipeline_parallel_size")
     where = f"{name}: {stages} stages"
@@ -396,9 +407,13 @@ def _stages(asked_for: Scenario, scenario: Scenario, model: ModelSpec, policy: P
             "for policies that have batching=vllm, sarathi or fastgen, memory=paged or reserved and eviction=recompute "
             "or swap: take vllm-v1 or vllm-recompute"
         )
-    if model.num_layers % stages:
-        raise UserError(f"{where} do not divide the {model.num_layers} layers of {model.name}; give a divisor")
-    return stages
+    found = partitioned(model.num_layers, stages, partition)
+    if len(set(found)) > 1 and not BATCHINGS[names["batching"]].queues_batches:
+        raise UserError(
+            f"{where} do not have as many of the {model.num_layers} layers of {model.name} each: unlike stages are "
+            f"simulated for vllm-v1, not {label}; give a divisor"
+        )
+    return found
 
 
 def _check_queued(where: str, policy: Policy) -> None:

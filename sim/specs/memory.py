@@ -136,13 +136,13 @@ def kv_cache_blocks(
     swap_space_bytes_per_gpu: float,
     num_gpu_blocks_override: int | None = None,
     stored_layers: float | None = None,
-    pipeline_parallel_size: int = 1,
+    stage_layers: tuple[int, ...] = (),
     experts: ExpertLayout | None = None,
     further_weight_bytes: float = 0.0,
     draft_kv_bytes_per_token: float = 0.0,
     engine: EngineMemory = OLDER,
 ) -> PoolSize:
-    """The KV pool of `pipeline_parallel_size` groups of `tensor_parallel_size` GPUs, with equal shares of the layers.
+    """The KV pool of groups of `tensor_parallel_size` GPUs, the stages of a pipeline: that of the one with most layers.
 
     Args:
         model: the model served.
@@ -155,7 +155,7 @@ def kv_cache_blocks(
         swap_space_bytes_per_gpu: host memory for swapped blocks per GPU (vLLM: 4 GiB).
         num_gpu_blocks_override: that many GPU blocks, whatever would fit (vLLM: --num-gpu-blocks-override).
         stored_layers: layers' worth of KV that a whole block has; None: all of the model's.
-        pipeline_parallel_size: groups, the stages of a pipeline (vLLM: --pipeline-parallel-size).
+        stage_layers: layers of each stage (vLLM: --pipeline-parallel-size); none: one has all.
         experts: which GPUs share the routed experts; None: those of the group.
         further_weight_bytes: on each GPU, of what drafts tokens and of adapters.
         draft_kv_bytes_per_token: on each GPU, of the KV of what drafts, which the same blocks hold.
@@ -174,7 +174,9 @@ def kv_cache_blocks(
     if stored_layers is not None:
         block_bytes = block_size * stored_layers * model.kv_bytes_per_token_layer(tensor_parallel_size)
     block_bytes += block_size * draft_kv_bytes_per_token
-    block_bytes /= pipeline_parallel_size
+    # The largest stage has one of so many equal parts of the model.
+    parts = model.num_layers / max(stage_layers, default=model.num_layers)
+    block_bytes /= parts
     num_cpu_blocks = int(swap_space_bytes_per_gpu // block_bytes)
     if num_gpu_blocks_override is not None:
         return PoolSize(num_gpu_blocks_override, num_cpu_blocks, block_bytes)
@@ -182,13 +184,13 @@ def kv_cache_blocks(
         collective = min(engine.collective_bytes, COLLECTIVE_BYTES_WITHOUT_NVLINK)
         engine = msgspec.structs.replace(engine, collective_bytes=collective)
     peak = peak_bytes(model, tensor_parallel_size, max_num_batched_tokens, max_num_seqs, experts, engine)
-    peak += engine.graph_bytes_per_layer * model.num_layers / pipeline_parallel_size
+    peak += engine.graph_bytes_per_layer * model.num_layers / parts
     whole = model.weight_bytes(tensor_parallel_size, experts.gpus if experts else None)
     kept = mxfp4_bytes(model, hardware, experts or ExpertLayout(tensor_parallel_size), engine)
-    weights = (whole + kept) / pipeline_parallel_size
+    weights = (whole + kept) / parts
     peak += weights - whole + further_weight_bytes
     # A seat has its sequence's last tokens, whatever its blocks hold.
-    peak += max_num_seqs * model.kv_residual_bytes(tensor_parallel_size) / pipeline_parallel_size
+    peak += max_num_seqs * model.kv_residual_bytes(tensor_parallel_size) / parts
     usable = gpu_memory_utilization * hardware.memory_bytes
     num_gpu_blocks = int((usable - peak) // block_bytes)
     if num_gpu_blocks < 1:

@@ -172,7 +172,9 @@ def _pools(options: Mapping[str, Any]) -> list[str]:
 
 
 def _vllm(options: Mapping[str, Any], tp: int) -> list[str]:
-    words = ["vllm", "serve", served_model(options["model"])]
+    partition = options.get("pp_layer_partition")
+    words = ["env", f"VLLM_PP_LAYER_PARTITION={partition}"] if partition else []
+    words += ["vllm", "serve", served_model(options["model"])]
     if tp > 1:
         words += ["--tensor-parallel-size", str(tp)]
     words += _words(_asked(options)[0])

@@ -26,9 +26,14 @@ def staged(limit: Limits, stages: int = 2) -> Limits:
     return replace(limit, stages=stages)
 
 
-def times(policy: VllmV1, *rows: tuple[float, int, int], host: Host | None = None) -> dict[int, list[float]]:
+def times(
+    policy: VllmV1, *rows: tuple[float, int, int], host: Host | None = None, stage_layers: tuple[int, ...] = ()
+) -> dict[int, list[float]]:
     machine = linear_machine(prefill=FLAT["prefill"], decode=FLAT["decode"], host=host)
-    return simulate(policy, requests(*rows), staged(limits()), machine=machine, record=True).tokens
+    outcome = simulate(
+        policy, requests(*rows), staged(limits()), machine=machine, record=True, stage_layers=stage_layers
+    )
+    return outcome.tokens
 
 
 def test_one_sequence_decodes_as_on_one_stage():
@@ -42,6 +47,14 @@ def test_ahead_a_later_prompt_has_batches_of_its_own():
     tokens = times(AHEAD, (0.0, 10, 4), (0.02, 10, 3))
     assert tokens[0] == pytest.approx([0.1, 0.2, 0.3, 0.4])
     assert tokens[1] == pytest.approx([0.25, 0.35, 0.45])
+
+
+def test_batches_follow_one_another_as_fast_as_the_stage_with_most_layers():
+    """It has three of four: 0.075 s of each batch. The other waits."""
+    assert times(AHEAD, (0.0, 10, 3), stage_layers=(1, 3))[0] == pytest.approx([0.1, 0.2, 0.3])
+    tokens = times(AHEAD, (0.0, 10, 4), (0.02, 10, 3), stage_layers=(1, 3))
+    assert tokens[0] == pytest.approx([0.1, 0.2, 0.35, 0.5])
+    assert tokens[1] == pytest.approx([0.275, 0.425, 0.575])
 
 
 def test_in_series_all_that_decode_meet_in_one_batch():

@@ -115,10 +115,21 @@ def test_weights_that_do_not_fit_are_refused_with_a_remedy():
         pool("llama-2-13b", "l20", max_num_batched_tokens=1_000_000)
 
 
-def test_a_stage_is_refused_with_its_own_weights():
-    """DeepSeek-V3 has 673.2 GB of weights: 84.1 GB in each of eight stages."""
-    with pytest.raises(UserError, match=r"needs 85\.\d GB per GPU \(84\.1 GB of weights\)"):
-        pool("deepseek-v3", "a100-80g", pipeline_parallel_size=8)
+def test_the_largest_stage_is_refused_with_its_own_weights():
+    """DeepSeek-V3 has 673.2 GB of weights: 88.3 GB in eight of 61 layers."""
+    with pytest.raises(UserError, match=r"needs 89\.\d GB per GPU \(88\.3 GB of weights\)"):
+        pool("deepseek-v3", "a100-80g", stage_layers=(7, 7, 8, 8, 8, 8, 8, 7))
+
+
+def test_the_stage_with_most_layers_says_how_many_blocks_there_are():
+    """Of 32 layers 20 and 12 have the blocks of the 20: of each token 20/32 of the KV, beside 20/32 of the weights."""
+    model, usable = load_model("llama-3.1-8b"), 0.9 * load_hardware("a100-80g").memory_bytes
+    uneven, even = (pool("llama-3.1-8b", "a100-80g", stage_layers=layers) for layers in ((20, 12), (16, 16)))
+    assert uneven.block_bytes == 16 * model.kv_bytes_per_token() * 20 / 32
+    beside = usable - even.num_gpu_blocks * even.block_bytes - model.weight_bytes() / 2
+    expected = (usable - beside - model.weight_bytes() * 20 / 32) / uneven.block_bytes
+    assert uneven.num_gpu_blocks == pytest.approx(expected, abs=1.5)
+    assert pool("llama-3.1-8b", "a100-80g", stage_layers=(12, 20)) == uneven
 
 
 @pytest.mark.parametrize(("spare", "remedy"), [(0.0, "take a GPU with more memory"), (1e6, "lower --max-num-batched")])
