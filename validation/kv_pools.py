@@ -48,7 +48,8 @@ def error(row: Row, engine: EngineMemory | None = None) -> float:
     pool = kv_cache_blocks(
         model, gpu, tensor_parallel_size=tp, stage_layers=partitioned(model.num_layers, pp),
         max_num_batched_tokens=tokens, max_num_seqs=seqs,
-        gpu_memory_utilization=float(row["gpu_memory_utilization"]), block_size=16, swap_space_bytes_per_gpu=0.0, engine=engine,
+        gpu_memory_utilization=float(row["gpu_memory_utilization"]), block_size=16, swap_space_bytes_per_gpu=0.0,
+        engine=engine,
     )  # fmt: skip
     return pool.num_gpu_blocks * pool.block_bytes / (float(row["kv_gib"]) * 2**30) - 1
 
