@@ -7,7 +7,6 @@ import sys
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from shutil import copyfile
 from time import perf_counter
@@ -21,7 +20,8 @@ from calib.measure.log import Header, Measured, Note, PointLog, Skipped
 from calib.measure.plan import Plan, make_plan
 from calib.measure.provenance import comments, provenance
 from calib.measure.timing import Rule
-from calib.samples import OPS, Sample, write_samples
+from calib.samples import Sample, write_samples
+from gpu_runtime.cli import check_installed
 from sim.errors import UserError
 from sim.files import make_folder, write_atomically
 from sim.run.prepare import DTYPE_BYTES
@@ -36,8 +36,6 @@ if TYPE_CHECKING:
 
 LOG, SAMPLES, PROVENANCE, CONFIGS = "points.jsonl", "samples.csv", "provenance.json", "configs"
 """Files of the output folder, and the subfolder for copies of models' configs."""
-DEVICES = ("cuda", "cpu")
-DTYPES = ("float32", "float16", "bfloat16")
 RULES = {True: Rule(budget_s=0.1, steady_s=0.1), False: Rule()}
 """By whether the run is quick."""
 HURRY_S = {True: 40.0, False: 480.0}
@@ -89,7 +87,7 @@ def calibrate(
     Raises:
         UserError: no such device, no torch, a model the runtime does not compute, a folder with other measurements.
     """
-    _check_arguments(device, models, dtype, ops)
+    _check_device(device)
     if not 0 <= seed < 1 << 63:
         raise UserError(f"--seed: {seed} is not between 0 and 2**63 - 1")
     found = _models(models)
@@ -130,23 +128,8 @@ def calibrate(
         return _write(log, plan, device, out)
 
 
-def _check_arguments(device: str, models: Sequence[str], dtype: str | None, ops: Sequence[str] | None) -> None:
-    _check_device(device)
-    if dtype is not None and dtype not in DTYPES:
-        raise UserError(f"--dtype: {dtype!r} is not known: use one of {', '.join(DTYPES)}")
-    if not models:
-        raise UserError("--model: none given: name a model, or a config.json, whose layers to time")
-    for op in ops or ():
-        if op not in OPS:
-            raise UserError(f"ops: {op!r} is not known: use some of {', '.join(OPS)}")
-
-
 def _check_device(device: str) -> None:
-    if device not in DEVICES:
-        raise UserError(f"--device: {device!r} is not known: use one of {', '.join(DEVICES)}")
-    for package in ("torch", "psutil"):
-        if find_spec(package) is None:
-            raise UserError(f"--device: measuring needs {package}, which is not installed: pip install 'kvtwin[gpu]'")
+    check_installed(("torch", "psutil"), "gpu")
     from gpu_runtime.live import check_device  # noqa: PLC0415 - torch is slow to import
 
     check_device(device)

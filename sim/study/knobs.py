@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,11 +29,10 @@ def by_trials(
 
     Trials that the storage holds already count among them. The same seed and storage give the same trials.
     """
+    # By name: pyright knows them only where the extra is installed.
+    names = ("optuna", "optuna.storages", "optuna.storages.journal", "sqlalchemy.exc")
     try:
-        import optuna  # noqa: PLC0415 - an extra
-        from optuna.storages import JournalStorage  # noqa: PLC0415
-        from optuna.storages.journal import JournalFileBackend  # noqa: PLC0415
-        from sqlalchemy.exc import SQLAlchemyError  # noqa: PLC0415
+        optuna, storages, journal, sqlalchemy = (import_module(name) for name in names)
     except ImportError as error:
         raise UserError(
             f"{asked.study.where}: tune.trials: {error}; install kvtwin[optuna], or leave it out"
@@ -43,7 +43,7 @@ def by_trials(
     what = [study.fixed, values, asked.goal, [str(slo) for slo in asked.slos]]
     name = hashlib.sha256(msgspec.json.encode(what, order="sorted")).hexdigest()[:16]
     try:
-        storage: Any = asked.storage or JournalStorage(JournalFileBackend(str(folder / JOURNAL)))
+        storage: Any = asked.storage or storages.JournalStorage(journal.JournalFileBackend(str(folder / JOURNAL)))
         kept = optuna.create_study(
             study_name=name,
             storage=storage,
@@ -51,7 +51,7 @@ def by_trials(
             direction="maximize",
             sampler=optuna.samplers.TPESampler(seed=study.fixed.get("seed", 0), constant_liar=True),
         )
-    except (ImportError, ValueError, OSError, optuna.exceptions.OptunaError, SQLAlchemyError) as error:
+    except (ImportError, ValueError, OSError, optuna.exceptions.OptunaError, sqlalchemy.SQLAlchemyError) as error:
         raise UserError(f"{study.where}: tune.storage = {asked.storage!r}: {str(error).splitlines()[0]}") from error
     finished = (optuna.trial.TrialState.COMPLETE,)
     found: dict[str, Candidate] = {}

@@ -134,12 +134,8 @@ def test_another_model_of_the_same_name_is_refused(tmp_path):
 
 def test_bad_arguments_are_refused_in_one_line(tmp_path, monkeypatch):
     for device, models, options, words in (
-        ("tpu", ["llama-2-7b"], {}, "--device: 'tpu' is not known: use one of cuda, cpu"),
         ("cpu", ["llama-2-7b"], {"seed": -1}, "--seed: -1 is not between 0 and"),
         ("cpu", ["llama-2-7b"], {"seed": 10**20}, f"--seed: {10**20} is not between 0 and"),
-        ("cpu", [], {}, "--model: none given"),
-        ("cpu", ["llama-2-7b"], {"dtype": "int8"}, "--dtype: 'int8' is not known"),
-        ("cpu", ["llama-2-7b"], {"ops": ["copy"]}, "ops: 'copy' is not known"),
         ("cpu", ["deepseek-v2-lite"], {}, "multi-head latent attention"),
         ("cpu", ["llama-2-7"], {}, "did you mean 'llama-2-7b'"),
     ):
@@ -151,7 +147,7 @@ def test_bad_arguments_are_refused_in_one_line(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", None)
     with pytest.raises(UserError, match="is a build without CUDA"):
         run.device_name("cuda")
-    monkeypatch.setattr(run, "find_spec", lambda _: None)
+    monkeypatch.setattr("gpu_runtime.cli.find_spec", lambda _: None)
     with pytest.raises(UserError, match=r"pip install 'kvtwin\[gpu\]'"):
         run.calibrate("cpu", ["llama-2-7b"], tmp_path, quick=True)
     assert not list(tmp_path.iterdir())
