@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from calib.copies import check_sizes, fit_turns, plain_copies, turns_s
+from calib.copies import fit_turns, plain_copies, turns_s
 from calib.holdout import PROMPT_TOKENS
 from calib.robust import Array, Estimate, Parameter, fit_relative, mape
 from calib.roofline import ridge_s
@@ -153,19 +153,19 @@ def _layerkv_eq3(
 
 
 def _layerkv_eq4(copies: Sequence[Sample], hardware: HardwareSpec) -> list[PaperConstant]:
-    if not copies:
+    if (fit := fit_turns(copies)) is None:
         return []
-    check_sizes(copies, "d2h")
-    measured = np.array([s.latency_s for s in copies])
-    ideal = np.array([s.num_bytes / hardware.pcie_bytes_per_s for s in copies])
+    measured, x = np.array([s.latency_s for s in copies]), hardware.pcie_bytes_per_s
+    ideal = np.array([s.num_bytes / x for s in copies])
     printed = _scaled("LayerKV Eq. 4", "beta", "1", {"printed": ideal}, measured, divides=False)
-    fit = fit_turns(copies)
-    assert fit is not None
-    rate = fit.estimates["d2h_bytes_per_s"]
-    x = hardware.pcie_bytes_per_s
-    beta = Estimate(x / rate.value, None, x / rate.high, x / rate.low)
     error = mape(turns_s(fit.values, copies), measured)
+    beta = _over(x, fit.estimates["d2h_bytes_per_s"])
     return [*printed, PaperConstant("LayerKV Eq. 4", "corrected", "beta", "1", beta, error, len(copies))]
+
+
+def _over(value: float, rate: Estimate) -> Estimate:
+    """Some amount over a rate."""
+    return Estimate(value / rate.value, None, value / rate.high, value / rate.low)
 
 
 def _ellm_prompts(prompts: Sequence[Sample], models: Models, constants: Mapping[str, float]) -> list[PaperConstant]:
@@ -194,19 +194,13 @@ def _ellm_decodes(decodes: Sequence[Sample], models: Models, constants: Mapping[
 
 
 def _ellm_eq6(copies: Sequence[Sample]) -> list[PaperConstant]:
-    if not copies:
-        return []
-    check_sizes(copies, "h2d")
-    measured = np.array([s.latency_s for s in copies])
-    found = []
-    for form in ("printed", "corrected"):
-        one_piece = [Sample(op=s.op, latency_s=s.latency_s, num_bytes=s.num_bytes) for s in copies]
-        asked = copies if form == "corrected" else one_piece
-        fit = fit_turns(asked)
-        assert fit is not None
+    measured, found = np.array([s.latency_s for s in copies]), []
+    one_piece = [Sample(op=s.op, latency_s=s.latency_s, num_bytes=s.num_bytes) for s in copies]
+    for form, asked in (("printed", one_piece), ("corrected", copies)):
+        if (fit := fit_turns(asked)) is None:
+            continue
         error = mape(turns_s(fit.values, asked), measured)
-        rate, beta = fit.estimates["h2d_bytes_per_s"], fit.estimates["copy_launch_s"]
-        alpha = Estimate(1 / rate.value, None, 1 / rate.high, 1 / rate.low)
+        alpha, beta = _over(1.0, fit.estimates["h2d_bytes_per_s"]), fit.estimates["copy_launch_s"]
         found.append(PaperConstant("eLLM Eq. 6", form, "alpha", "s/B", alpha, error, len(copies)))
         found.append(PaperConstant("eLLM Eq. 6", form, "beta", "s", beta, error, len(copies)))
     return found

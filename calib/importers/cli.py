@@ -1,7 +1,7 @@
 """The commands `profile import`."""
 
 import argparse
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -77,23 +77,16 @@ def run_import_aiconfigurator(arguments: argparse.Namespace) -> int:
     from calib.importers.aiconfigurator_experts import import_experts  # noqa: PLC0415
     from calib.importers.aiconfigurator_gdn import import_gdn  # noqa: PLC0415
     from calib.importers.aiconfigurator_latents import import_latents  # noqa: PLC0415
-    from calib.samples import write_samples  # noqa: PLC0415
 
     models = arguments.model or aiconfigurator.MODELS
     found = aiconfigurator.import_samples(arguments.system, models, arguments.engine, arguments.tables)
-    arguments.gpu = gpu = aiconfigurator.SYSTEMS[arguments.system].gpu
-    folder = arguments.tables or aiconfigurator.package_data()
-    root, files = folder / arguments.system, {}
-    name = profile_name(arguments, load_hardware(gpu), "imported")
+    arguments.gpu = aiconfigurator.SYSTEMS[arguments.system].gpu
+    root, files = (arguments.tables or aiconfigurator.package_data()) / arguments.system, {}
     for kind, read in (("experts", import_experts), ("latents", import_latents), ("gdn", import_gdn)):
         samples, kernels = read(root)
-        if not samples:
-            continue
-        files[kind] = path = arguments.out / f"{name}-{kind}.csv.gz"
-        comments = f"tables: {found[1]['tables']}", f"system: {arguments.system}", f"kernels: {kernels}"
-        with owning(arguments.out):
-            write_samples(path, samples, comments, type(samples[0]))
-        print(f"wrote {path} ({len(samples)} samples)")
+        if samples:
+            about = {"tables": found[1]["tables"], "system": arguments.system, "kernels": kernels}
+            files[kind] = _write_samples(arguments, (samples, about), f"-{kind}")
     return _import(arguments, found, files=files)
 
 
@@ -155,13 +148,16 @@ def _import(
         return write_report(report, path.parent)
 
 
-def _write_samples(arguments: argparse.Namespace, found: "tuple[list[Sample], dict[str, str]]") -> Path:
-    from calib.samples import write_samples  # noqa: PLC0415
+def _write_samples(
+    arguments: argparse.Namespace, found: tuple[Sequence[msgspec.Struct], dict[str, str]], kind: str = ""
+) -> Path:
+    from calib.samples import Sample, write_samples  # noqa: PLC0415
 
     samples, provenance = found
     name = profile_name(arguments, load_hardware(arguments.gpu), "imported")
-    path = arguments.out / f"{name}.csv.gz"
+    path = arguments.out / f"{name}{kind}.csv.gz"
     with owning(arguments.out):
-        write_samples(path, samples, [f"{key}: {value}" for key, value in provenance.items()])
+        about = [f"{key}: {value}" for key, value in provenance.items()]
+        write_samples(path, samples, about, type(samples[0]) if samples else Sample)
     print(f"wrote {path} ({len(samples)} samples)")
     return path
