@@ -43,11 +43,15 @@ class StateLimits(msgspec.Struct, frozen=True):
         num_full: groups of layers of a whole block that keep KV.
         num_state: groups of layers that keep a state.
         exports_within_chunks: kernels write a state out amid a chunk of a prompt, at a block's end.
+        own_slots: states of a pool of their own, beside that of the layers that attend (SGLang); None: there is none.
+        chunk_tokens: of a chunk of the kernels that compute states: these are had where such a chunk ends.
     """
 
-    num_full: int
-    num_state: int
-    exports_within_chunks: bool
+    num_full: int = 1
+    num_state: int = 0
+    exports_within_chunks: bool = False
+    own_slots: int | None = None
+    chunk_tokens: int = 64
 
 
 @dataclass(frozen=True)

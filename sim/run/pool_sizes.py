@@ -15,7 +15,13 @@ from sim.specs.adapters import adapter_bytes
 from sim.specs.expert_layout import ALL_GATHER, ExpertLayout
 from sim.specs.hardware import HardwareSpec
 from sim.specs.kv_format import KVGroups, hybrid_groups, like_groups
-from sim.specs.memory import LEAST_FLASHINFER_CAPABILITY, EngineMemory, kv_cache_blocks, state_block_size
+from sim.specs.memory import (
+    LEAST_FLASHINFER_CAPABILITY,
+    EngineMemory,
+    StatePool,
+    kv_cache_blocks,
+    state_block_size,
+)
 from sim.specs.models import ModelSpec
 from sim.systems.base import EngineLimits, Policy, WindowPool
 
@@ -44,7 +50,9 @@ def limits_of(
     block_size = policy.block_size(scenario.block_size, model, scenario.tp)
     groups, window = _window(scenario, model, policy, block_size)
     cached, states = _prefix_caching(scenario, model, policy, window, sparse, warnings), None
-    if model.gdn:
+    ranks = scenario.data_parallel_size or 1
+    state_pool = policy.state_pool(block_size, engine, cached=cached, ranks=ranks) if model.gdn else None
+    if model.gdn and state_pool is None:
         groups, states = _states(scenario, model, hardware, policy)
         block_size = state_block_size(
             model, scenario.tp, block_size, within_chunks=cached and states.exports_within_chunks
@@ -73,8 +81,13 @@ def limits_of(
         + _adapter_bytes(policy, model, scenario.tp, warnings)
         + _dispatch_bytes(scenario.all2all_backend, model, experts, engine),
         draft_kv_bytes_per_token=draft_kv,
+        states=state_pool,
         engine=memory,
     )
+    seats = engine.max_num_seqs
+    if state_pool:
+        states = StateLimits(own_slots=pool.num_states)
+        seats = _state_seats(state_pool, pool.num_states, model, seats, scenario.max_num_seqs, warnings)
     if own and window:
         window = replace(window, own_blocks=_own_blocks(own, pool.num_gpu_blocks, block_size, window, model))
     host_blocks = scenario.num_cpu_blocks_override
@@ -89,7 +102,7 @@ def limits_of(
         block_size=block_size,
         block_bytes=pool.block_bytes,
         max_model_len=max_model_len,
-        max_num_seqs=engine.max_num_seqs,
+        max_num_seqs=seats,
         max_num_batched_tokens=engine.max_num_batched_tokens,
         enable_chunked_prefill=engine.enable_chunked_prefill,
         enable_prefix_caching=cached,
@@ -144,6 +157,19 @@ def _own_blocks(own: WindowPool, num_blocks: int, block_size: int, window: Windo
     return blocks
 
 
+def _state_seats(
+    pool: StatePool, num_states: int, model: ModelSpec, seats: int, asked: int | None, warnings: list[str]
+) -> int:
+    """Requests that run at most where their states have a pool of their own; UserError where none can."""
+    most = num_states // pool.per_request
+    what = f"sglang max-mamba-cache-size: of {num_states} states of {model.name} a request may take {pool.per_request}"
+    if not most:
+        raise UserError(f"{what}, and none can run; raise it, or --sglang-mamba-full-memory-ratio")
+    if asked and most < seats:
+        warnings.append(f"{what}: {most} run at most, not {seats}; raise it, or --sglang-mamba-full-memory-ratio")
+    return min(seats, most)
+
+
 def has_rings(names: Mapping[str, str]) -> bool:
     """Whether memory can keep a window: it is paged, and whole sequences are evicted."""
     return names["memory"] == "paged" and names["eviction"] in ("recompute", "swap")
@@ -154,11 +180,11 @@ def _states(
 ) -> tuple[KVGroups, StateLimits]:
     """How blocks are cut by layers that keep KV and layers that keep a state.
 
-    UserError where the policy is not vLLM v1's: no other has memory of states.
+    UserError where the policy is not vLLM v1's: no other has such memory of states.
     """
     what = f"{model.name} has layers that keep a state (Gated DeltaNet)"
     if not policy.has_hybrid_manager:
-        raise UserError(f"--policy {policy.name}: {what}, whose memory is vLLM v1's; take vllm-v1, unmixed")
+        raise UserError(f"--policy {policy.name}: {what}, whose memory is vLLM v1's; take vllm-v1 or sglang, unmixed")
     if scenario.disable_hybrid_kv_cache_manager:
         raise UserError(f"--disable-hybrid-kv-cache-manager: {what}, which need it; leave it out")
     groups = like_groups(model.num_stored_layers, model.num_layers - model.num_attention_layers)

@@ -59,6 +59,22 @@ class PoolSize(msgspec.Struct, frozen=True):
     num_cpu_blocks: int
     block_bytes: float
     """Bytes of one block on one GPU."""
+    num_states: int = 0
+    """Of the pool beside (`StatePool`)."""
+
+
+class StatePool(msgspec.Struct, frozen=True):
+    """A pool for layers that keep a state, beside that of KV (SGLang's).
+
+    Attributes:
+        per_request: states that a request which runs may take.
+        share: of the memory for both.
+        num_states: of the pool; None: what its share holds, one less for padding.
+    """
+
+    per_request: int
+    share: float = 0.0
+    num_states: int | None = None
 
 
 def activation_bytes(
@@ -140,6 +156,7 @@ def kv_cache_blocks(
     experts: ExpertLayout | None = None,
     further_weight_bytes: float = 0.0,
     draft_kv_bytes_per_token: float = 0.0,
+    states: StatePool | None = None,
     engine: EngineMemory = OLDER,
 ) -> PoolSize:
     """The KV pool of groups of `tensor_parallel_size` GPUs, the stages of a pipeline: that of the one with most layers.
@@ -159,6 +176,7 @@ def kv_cache_blocks(
         experts: which GPUs share the routed experts; None: those of the group.
         further_weight_bytes: on each GPU, of what drafts tokens and of adapters.
         draft_kv_bytes_per_token: on each GPU, of the KV of what drafts, which the same blocks hold.
+        states: a pool of states beside.
         engine: what the engine takes beside.
 
     Raises:
@@ -178,8 +196,9 @@ def kv_cache_blocks(
     parts = model.num_layers / max(stage_layers, default=model.num_layers)
     block_bytes /= parts
     num_cpu_blocks = int(swap_space_bytes_per_gpu // block_bytes)
-    if num_gpu_blocks_override is not None:
-        return PoolSize(num_gpu_blocks_override, num_cpu_blocks, block_bytes)
+    num_states = states.num_states if states else 0
+    if num_gpu_blocks_override is not None and num_states is not None:
+        return PoolSize(num_gpu_blocks_override, num_cpu_blocks, block_bytes, num_states)
     if hardware.nvlink_bytes_per_s is None:
         collective = min(engine.collective_bytes, COLLECTIVE_BYTES_WITHOUT_NVLINK)
         engine = msgspec.structs.replace(engine, collective_bytes=collective)
@@ -192,10 +211,15 @@ def kv_cache_blocks(
     # A seat has its sequence's last tokens, whatever its blocks hold.
     peak += max_num_seqs * model.kv_residual_bytes(tensor_parallel_size) / parts
     usable = gpu_memory_utilization * hardware.memory_bytes
-    num_gpu_blocks = int((usable - peak) // block_bytes)
+    if states and model.gdn:
+        state_bytes = model.gdn.num_layers * model.gdn.page_bytes(model.dtype_bytes, tensor_parallel_size) / parts
+        if num_states is None:
+            num_states = max(0, int((usable - peak) * states.share // state_bytes) - 1)
+        peak += (num_states + 1) * state_bytes
+    num_gpu_blocks = num_gpu_blocks_override or int((usable - peak) // block_bytes)
     if num_gpu_blocks < 1:
         raise _too_large(model, hardware, tensor_parallel_size, weights, peak + block_bytes, usable)
-    return PoolSize(num_gpu_blocks, num_cpu_blocks, block_bytes)
+    return PoolSize(num_gpu_blocks, num_cpu_blocks, block_bytes, num_states or 0)
 
 
 def state_block_size(model: ModelSpec, tp: int, block_size: int, *, within_chunks: bool) -> int:

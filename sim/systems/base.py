@@ -31,6 +31,7 @@ from sim.systems.builder import Builder, build_parts
 if TYPE_CHECKING:
     from sim.engine.itl import GapCollector
     from sim.engine.scheduler import Parts, Scheduler
+    from sim.specs.memory import StatePool
     from sim.specs.model_spec import ModelSpec
 
 Options = TypeVar("Options")
@@ -227,6 +228,10 @@ class Policy(ABC):
 
     def window_pool(self, window_tokens: int, block_size: int, engine: EngineLimits) -> WindowPool | None:
         """That of layers with a window of so many tokens, the query's own included; None: they have none."""
+        return None
+
+    def state_pool(self, block_size: int, engine: EngineLimits, *, cached: bool, ranks: int) -> "StatePool | None":
+        """That of layers that keep a state, where prefixes are `cached` or not; None: they have none."""
         return None
 
     def ranks_refusal(self, model: "ModelSpec") -> str | None:

@@ -2,7 +2,7 @@
 
     python make_cases_sglang.py PYTHON ORACLE                   # those that are stored, into `cases_sglang*`
     python make_cases_sglang.py PYTHON ORACLE FOLDER 0 1000     # seeds 0 to 999, for `python sglang_replay.py FOLDER`
-    python make_cases_sglang.py PYTHON ORACLE FOLDER 0 40 storing   # `copying`, `storing`, `returning`, `windowed`
+    python make_cases_sglang.py PYTHON ORACLE FOLDER 0 40 storing   # `copying`, `returning`, `windowed`, `stateful`
 
 PYTHON is that of an environment with sglang 0.5.23, ORACLE as in `sglang_ask.py`. A seed gives the same case each time.
 """
@@ -24,6 +24,8 @@ COPYING = HERE / "cases_sglang_copying"
 COPYING_SEEDS = 102, 106, 109, 110, 115, 119, 125, 131, 139
 WINDOWED = HERE / "cases_sglang_windowed"
 WINDOWED_SEEDS = 20011, 20038, 20101, 20118, 20121, 20131, 20140, 20141, 20152, 20155, 20180, 20184
+STATEFUL = HERE / "cases_sglang_stateful"
+STATEFUL_SEEDS = 60002, 60005, 60006, 60007, 60008, 60009, 60035, 60044, 60048, 60055, 60060, 60100
 STORING_SEEDS = 201, 220, 222, 226, 230
 RETURNING_SEEDS = 42004, 42012, 43013
 COSTS = (
@@ -42,6 +44,13 @@ MODEL = {
     "hybrid_layer_pattern": [1, 0],
 }  # fmt: skip
 """A model of which one layer of two has a window, in a pool of its own (`is_hybrid_swa`)."""
+STATES = {
+    **{name: value for name, value in MODEL.items() if "hybrid" not in name}, "architectures": ["Qwen3NextForCausalLM"],
+    "model_type": "qwen3_next", "full_attention_interval": 2, "linear_conv_kernel_dim": 4, "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 2, "num_experts": 2,
+    "num_experts_per_tok": 1, "mlp_only_layers": [0, 1], "decoder_sparse_step": 1, "tie_word_embeddings": False,
+}  # fmt: skip
+"""A model of which one layer of two keeps a state."""
 
 
 class Workload:
@@ -70,6 +79,9 @@ class Workload:
         self.talks: list[tuple[int, int, list[int], list[int]]] = []
         self.beyond: dict[str, float] = {}
         """Settings that are not the oracle's own (`sglang_ask.py`)."""
+        self.told: dict[str, int] = {} if self.window is None else {"window": self.window}
+        """What the answer says of the model."""
+        self.model = None if self.window is None else {**MODEL, "sliding_window": self.window}
 
     def _burst(self) -> float:
         return self.dice.choice([0.0, 0.0, 0.0, 0.3])
@@ -185,6 +197,38 @@ class Windowed(Workload):
     windows = (4, 15, 16, 31, 64, 127, 300)
 
 
+class Stateful(Workload):
+    """Of a model of which one layer of two keeps a state."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed)
+        dice, page = self.dice, self.page
+        chunk = dice.choice([16, 16, 64])
+        self.told = {"state_chunk": chunk}
+        self.model = {**STATES, "mamba_chunk_size": chunk}
+        self.intervals = [page, -(-32 // page) * page, -(-256 // page) * page]
+
+    def arguments(self) -> list[str]:
+        found, choice = super().arguments(), self.dice.choice
+        if "--hicache" in found:
+            place = found.index("--hicache")
+            del found[place : place + 4]
+        is_cached, overlaps = "--no-radix" not in found, "--overlap" in found
+        strategies = ["auto", "extra_buffer"] if is_cached else ["auto"]
+        if is_cached and not overlaps and self.page == 1:
+            strategies += ["no_buffer", "no_buffer"]
+        strategy = choice(strategies)
+        is_buffered = overlaps or self.page > 1 if strategy == "auto" else strategy == "extra_buffer"
+        each = 3 + (1 + overlaps if is_buffered else 0) if is_cached else 1
+        size = each * choice([1, 1, 2, 3, 5, 10, 30]) + self.dice.randint(0, each)
+        extra = json.loads(found[-1]) | {
+            "max_mamba_cache_size": size,
+            "mamba_radix_cache_strategy": strategy,
+            "mamba_track_interval": choice(self.intervals),
+        }
+        return [*found[:-1], json.dumps(extra)]
+
+
 class Copying(Workload):
     """With HiCache, whose copies take time."""
 
@@ -266,13 +310,12 @@ def ask(python: str, oracle: str, folder: Path, seeds: list[int], kind: type[Wor
             trace = place / f"{seed:05}.csv"
             trace.write_text("\n".join(lines) + "\n", encoding="utf-8")
             beyond = [word for name, value in workload.beyond.items() for word in (f"--{name}", str(value))]
-            if workload.window is not None:
-                model = place / f"window{workload.window}"
+            if workload.model is not None:
+                model = place / "-".join(map(str, *workload.told.items()))
                 model.mkdir(exist_ok=True)
-                config = json.dumps({**MODEL, "sliding_window": workload.window})
-                (model / "config.json").write_text(config, encoding="utf-8")
+                (model / "config.json").write_text(json.dumps(workload.model), encoding="utf-8")
                 arguments[-1] = json.dumps({**json.loads(arguments[-1]), "model_path": str(model)})
-                settings[seed]["window"] = workload.window
+                settings[seed] |= workload.told
             jobs.append(json.dumps([str(trace), "--out", str(place / f"{seed:05}.json"), *arguments, *beyond]))
         (place / "jobs").write_text("\n".join(jobs) + "\n", encoding="utf-8")
         script = str(HERE / "sglang_ask.py")
@@ -286,15 +329,21 @@ def ask(python: str, oracle: str, folder: Path, seeds: list[int], kind: type[Wor
             found = json.loads(answer.read_text(encoding="utf-8"))
             found["workload"] = known[seed]
             found["args"] |= settings[seed]
-            if "window" in settings[seed]:
-                extra = json.loads(found["args"]["extra"])
-                del extra["model_path"]
-                found["args"]["extra"] = json.dumps(extra)
+            extra = json.loads(found["args"]["extra"])
+            extra.pop("model_path", None)
+            found["args"]["extra"] = json.dumps(extra)
             data = json.dumps(found, separators=(",", ":")).encode()
             (folder / f"{seed:05}.json.gz").write_bytes(gzip.compress(data, mtime=0))
 
 
-KINDS = {"": Workload, "copying": Copying, "storing": Storing, "returning": Returning, "windowed": Windowed}
+KINDS = {
+    "": Workload,
+    "copying": Copying,
+    "storing": Storing,
+    "returning": Returning,
+    "windowed": Windowed,
+    "stateful": Stateful,
+}
 
 
 def main() -> None:
@@ -307,6 +356,7 @@ def main() -> None:
         ask(python, oracle, CASES, list(SEEDS))
         ask(python, oracle, COPYING, list(COPYING_SEEDS), Copying)
         ask(python, oracle, WINDOWED, list(WINDOWED_SEEDS), Windowed)
+        ask(python, oracle, STATEFUL, list(STATEFUL_SEEDS), Stateful)
         ask(python, oracle, COPYING, list(STORING_SEEDS), Storing)
         ask(python, oracle, COPYING, list(RETURNING_SEEDS), Returning)
 

@@ -10,7 +10,7 @@ from v1_replay import beyond_the_clear, request_differences, requests_of
 
 from kvtwin.testing import engines
 from sim.engine.decisions import DecisionLog
-from sim.engine.limits import Limits, WindowLimits
+from sim.engine.limits import Limits, StateLimits, WindowLimits
 from sim.systems.base import EngineLimits
 from sim.systems.sglang.batching import ExtendFirst
 from sim.systems.sglang.memory import TreeMemory
@@ -29,7 +29,10 @@ OPTIONS = {
     "ignore_eos": "ignore_eos",
     "declared": "max_new_tokens",
 }
-EXTRA = ("prefill_max_requests", "disable_priority_preemption", "retraction_policy", "swa_full_tokens_ratio")
+EXTRA = (
+    "prefill_max_requests", "disable_priority_preemption", "retraction_policy", "swa_full_tokens_ratio",
+    "max_mamba_cache_size", "mamba_radix_cache_strategy", "mamba_track_interval",
+)  # fmt: skip
 TOTALS = ("iterations", "preemptions", "hit_tokens", "rehit_tokens", "evicted_tokens", "loaded_tokens")
 
 
@@ -92,6 +95,13 @@ def replay(answer: dict, folder: Path, *, jump: bool, checked: bool = False) -> 
         assert pool is not None
         own = pool.blocks(limits.num_gpu_blocks, args["page"])
         limits = replace(limits, window=WindowLimits(args["window"] + 1, own_blocks=own))
+    if "state_chunk" in args:
+        engine = EngineLimits(args["max_running"], limits.max_num_batched_tokens, limits.enable_chunked_prefill)
+        pool = policy.state_pool(args["page"], engine, cached=not args["no_radix"], ranks=1)
+        assert pool is not None and pool.num_states is not None
+        states = StateLimits(own_slots=pool.num_states, chunk_tokens=args["state_chunk"])
+        seats = min(args["max_running"], pool.num_states // pool.per_request)
+        limits = replace(limits, states=states, max_num_seqs=seats)
     costs = tuple(map(float, args["cost"].split(",")))
     # By default SGLang's copies were free, and over at once.
     copy_s = args.get("copy_s", 0.0) * args["page"]

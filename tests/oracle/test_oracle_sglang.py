@@ -2,10 +2,12 @@
 
 `cases_sglang/` holds its answers on small random workloads (`make_cases_sglang.py`, `sglang_ask.py`), and
 `cases_sglang_copying/` such where HiCache's copies take time (`sglang_copies.py`), some with storage,
-`cases_sglang_windowed/` such where a layer has a window and a pool of its own; longer ones lie in the folder
+`cases_sglang_windowed/` such where a layer has a window and a pool of its own, `cases_sglang_stateful/` such where one
+keeps a state; longer ones lie in the folder
 `../shared/oracle/sglang` of some checkouts.
 """
 
+import json
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ from sglang_replay import differences, first_difference, read, replay
 CASES = sorted((Path(__file__).parent / "cases_sglang").glob("*.json.gz"))
 COPYING = sorted((Path(__file__).parent / "cases_sglang_copying").glob("*.json.gz"))
 WINDOWED = sorted((Path(__file__).parent / "cases_sglang_windowed").glob("*.json.gz"))
+STATEFUL = sorted((Path(__file__).parent / "cases_sglang_stateful").glob("*.json.gz"))
 SHARED = Path(__file__).resolve().parents[3] / "shared" / "oracle" / "sglang"
 ANSWERS = sorted((SHARED / "answers").glob("*.json"))
 
@@ -21,7 +24,7 @@ jumped_and_stepped = pytest.mark.parametrize("jump", [True, False], ids=["jumped
 
 
 @jumped_and_stepped
-@pytest.mark.parametrize("path", [*CASES, *WINDOWED], ids=lambda path: path.name.removesuffix(".json.gz"))
+@pytest.mark.parametrize("path", [*CASES, *WINDOWED, *STATEFUL], ids=lambda path: path.name.removesuffix(".json.gz"))
 def test_every_decision_is_sglangs_on_nasty_workloads(path: Path, jump: bool) -> None:
     answer = read(path)
     found = replay(answer, path.parent, jump=jump)
@@ -36,9 +39,9 @@ def test_every_decision_is_sglangs_where_copies_take_time(path: Path, jump: bool
     assert differences(found, answer) == [], first_difference(found, answer)
 
 
-@pytest.mark.parametrize("seed", ["20121", "20155", "20180"])
+@pytest.mark.parametrize("seed", ["20121", "20155", "20180", "60007", "60055", "60100"])
 def test_the_books_of_both_pools_are_those_of_their_sequences(seed: str) -> None:
-    path = WINDOWED[0].with_name(f"{seed}.json.gz")
+    [path] = [path for path in [*WINDOWED, *STATEFUL] if seed in path.name]
     answer = read(path)
     assert differences(replay(answer, path.parent, jump=True, checked=True), answer) == []
 
@@ -75,3 +78,14 @@ def test_there_are_windowed_cases_of_every_kind() -> None:
     # Retracted for the windows' sake; out of room alone.
     assert any(answer["preemptions"] > 3 for answer in answers)
     assert any("output" not in request for answer in answers for request in answer["requests"].values())
+
+
+def test_there_are_stateful_cases_of_every_kind() -> None:
+    answers = [read(path) for path in STATEFUL]
+    for setting in ("overlap", "mixed", "no_radix"):
+        assert {answer["args"][setting] for answer in answers} == {False, True}
+    extras = [json.loads(answer["args"]["extra"]) for answer in answers]
+    assert {extra["mamba_radix_cache_strategy"] for extra in extras} == {"auto", "no_buffer", "extra_buffer"}
+    # Pages as long as the chunks of kernels, and shorter ones; retracted.
+    assert {answer["args"]["page"] >= answer["args"]["state_chunk"] for answer in answers} == {False, True}
+    assert any(answer["preemptions"] for answer in answers)

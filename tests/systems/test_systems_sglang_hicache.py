@@ -89,3 +89,10 @@ def test_replicas_that_share_storage_hit_what_another_has_written(shared: bool) 
     ended = execute_all(build_run(prepare(scenario, policy, parse_policy(policy, {})[1]), requests))
     hits = [parts.scheduler.counters.tiers["disk"].hit_tokens for parts in ended.engines]
     assert hits == [0, 7 * 16 if shared else 0]
+
+
+def test_the_host_is_sized_by_the_ratio_or_in_gigabytes() -> None:
+    # 2 GB hold 10,666 tokens of 3 MB for 16: 666 whole pages, and SGLang takes one more.
+    by_ratio = Sglang(enable_hierarchical_cache=True, hicache_ratio=1.5)
+    by_size = replace(by_ratio, hicache_size=2)
+    assert [options.num_host_pages(100, 16, 3e6) for options in (by_ratio, by_size)] == [151, 667]

@@ -292,7 +292,7 @@ class ExtendFirst(Batching):
             self._keep([seq for seq in self.running if not self._has_ended_by_length(seq)])
             if self.running and self._fits(self.running):
                 for seq in self.running:
-                    memory.held(seq).known_tokens = seq.request.prompt_tokens + self.known_tokens(seq)
+                    memory.ride(seq, seq.request.prompt_tokens + self.known_tokens(seq))
                 self._plan_decodes(plan)
                 self._rows += self.running
                 self.running = []

@@ -77,7 +77,7 @@ class TreeMemory(Memory):
         self._load_s, self._write_s, self._worth = load_s_per_page, write_s_per_page, worth
         self.caches_prefixes = limits.enable_prefix_caching
         size, pages = limits.block_size, limits.num_gpu_blocks
-        host_pages = int(pages * size * options.hicache_ratio) // size + 1 if options.enable_hierarchical_cache else 0
+        host_pages = options.num_host_pages(pages, size, limits.block_bytes)
         self.tree = self._new_tree(options, host_pages)
         self.entered: list[Sequence] | None = None
         """Requests that have entered the queue since it was last looked at, where memory wants to know."""
@@ -341,6 +341,10 @@ class TreeMemory(Memory):
             self.make_room(num_seqs)
         self._take(pages)
 
+    def ride(self, seq: Sequence, known_tokens: int) -> None:
+        """`seq` decodes in a step that prefills, too, with so many tokens that the scheduler knows of."""
+        self._held[seq].known_tokens = known_tokens
+
     def needs_page(self, seq: Sequence) -> bool:
         """Whether the next token of one that may have ended, in no batch, begins a page."""
         return (seq.num_tokens - 1) % self.block_size == 0
@@ -380,7 +384,8 @@ class TreeMemory(Memory):
                 tokens += 1
                 if tokens % self.block_size == 0:
                     held.keys = (*held.keys[: tokens // self.block_size - 1], self._stop(held.keys, tokens))
-            self._insert(seq, held, tokens)
+            if tokens := self.cached_at_end(seq, held, tokens):
+                self._insert(seq, held, tokens)
         self._give_back(seq, held)
         self.tree.unlock(held.node, held.since)
         self._settle()
@@ -390,6 +395,10 @@ class TreeMemory(Memory):
         if seq.status is not Status.WAITING:
             self.forget(seq)
         self.scheduler.changes.append(make_release((seq,)))
+
+    def cached_at_end(self, seq: Sequence, held: Held, num_tokens: int) -> int:
+        """Of so many computed tokens of `seq`, which has ended, those that enter the tree."""
+        return num_tokens
 
     def _give_back(self, seq: Sequence, held: Held) -> None:
         """The pages of `seq` that the tree does not have are unused."""

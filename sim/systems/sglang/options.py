@@ -50,6 +50,18 @@ class SglangOptions(CheckedOptions):
         0.8, "of the pool's tokens, those of the pool of layers with a window (gpt-oss)", within=(1e-6, 1.0)
     )
     disable_hybrid_swa_memory: bool = option(False, "layers with a window keep everything, like the others")
+    max_mamba_cache_size: int = option(
+        0, "states of the pool of layers that keep one (Qwen 3.5); 0: by the ratio below", within=(0, MOST_TOKENS)
+    )
+    mamba_full_memory_ratio: float = option(
+        0.9, "memory for these states, in that for the KV of the other layers", within=(1e-6, 1e6)
+    )
+    mamba_radix_cache_strategy: Literal["auto", "no_buffer", "extra_buffer"] = option(
+        "auto", "whether requests track states for the tree in slots of their own (extra_buffer)"
+    )
+    mamba_track_interval: int = option(
+        256, "tokens from one state that a decode tracks to the next", within=(1, MOST_TOKENS)
+    )
     enable_dp_attention: bool = option(
         False, "ranks of --data-parallel-size share the experts; chunk, seats and conservativeness are divided"
     )
@@ -84,6 +96,9 @@ class SglangOptions(CheckedOptions):
     )
     enable_hierarchical_cache: bool = option(False, "HiCache: the host keeps what leaves the GPU")
     hicache_ratio: float = option(2.0, "the host's pool, in sizes of the GPU's", within=(0.0, 1e6), only=HICACHE)
+    hicache_size: int = option(
+        0, "GB of the host's pool, for each GPU; 0: by the ratio above", within=(0, MOST_TOKENS), only=HICACHE
+    )
     hicache_write_policy: Literal["write_through", "write_through_selective", "write_back"] = option(
         "write_through", "when a node of the tree is copied to the host", only=HICACHE
     )
@@ -124,6 +139,35 @@ class SglangOptions(CheckedOptions):
     hicache_storage_latency_us: float = option(
         100.0, "time before each answer and each batch of pages, us", within=(0.0, 1e12), only=STORES
     )
+
+    def tracked_states(self, page: int) -> int:
+        """Slots in which a request of a model with states tracks some for the tree, in pages of so many tokens.
+
+        UserError where SGLang has no such strategy.
+        """
+        overlaps, strategy = not self.disable_overlap_schedule, self.mamba_radix_cache_strategy
+        if strategy == "no_buffer" and (overlaps or page > 1):
+            raise UserError(
+                "sglang mamba-radix-cache-strategy: no_buffer goes with disable-overlap-schedule and pages of one "
+                "token, as in SGLang; give these, or take extra_buffer"
+            )
+        if strategy == "no_buffer" or (strategy == "auto" and not overlaps and page == 1):
+            return 0
+        if self.mamba_track_interval % page:
+            raise UserError(
+                f"sglang mamba-track-interval: {self.mamba_track_interval} is no multiple of a page of {page}; take "
+                f"{-(-self.mamba_track_interval // page) * page}"
+            )
+        return 1 + overlaps
+
+    def num_host_pages(self, pages: int, page_tokens: int, page_bytes: float) -> int:
+        """Pages of the host's pool beside so many of the GPU's, of `page_bytes` on one GPU; 0: there is none."""
+        if not self.enable_hierarchical_cache:
+            return 0
+        tokens = int(pages * page_tokens * self.hicache_ratio)
+        if self.hicache_size:
+            tokens = int(self.hicache_size * 1e9 * page_tokens // page_bytes)
+        return tokens // page_tokens + 1
 
     def num_stored_pages(self, page_bytes: float) -> int | None:
         """Pages that storage holds, of `page_bytes` on all GPUs together; None: as many as are written."""

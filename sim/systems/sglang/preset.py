@@ -2,8 +2,8 @@
 
 `tests/oracle/test_oracle_sglang.py` holds it to SGLang's own scheduler. From its code: batches and admission
 (`batching`, `prefill_pass`), the queue (`queue`), the radix tree, its evictions and HiCache's host tier (`tree`,
-`memory`), its storage (`storage`), the pool of layers with a window (`window_tree`, `window_memory`). The paper's
-system (Zheng et al., arXiv 2312.07104) is `radix`.
+`memory`), its storage (`storage`), pools of layers with a window or a state (`marked_tree`, `window_memory`,
+`state_memory`). The paper's system (Zheng et al., arXiv 2312.07104) is `radix`.
 
 Assumed:
 - Requests ask for as many tokens as they generate (`max-new-tokens` says otherwise: then they end by a stop token).
@@ -16,8 +16,8 @@ Assumed:
   that (here: when they are computed), and what a step loads may come meanwhile (here: after it).
 - Storage behind the host (L3, `storage`) takes the times of SGLang's backend `sim`; what it has already is not written
   again. A request that found nothing there asks again after so many steps; while nothing runs, after so many events.
-- A host that only stages for storage (`buffer_only`) is not simulated. Layers that keep a state have no tree here,
-  HiCache none of layers with a window.
+- A host that only stages for storage (`buffer_only`) is not simulated, nor HiCache of layers with a window or a state.
+- States are tracked eagerly, in their own type. Copies of states take no time.
 - A request that finds no room alone in the pool of layers with a window is ignored; SGLang waits for ever.
 - A rank of `enable-dp-attention` decides as its scheduler does. The controller knows what the ranks have of each 20 ms;
   there each rank's last report, which may be older.
@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, ClassVar
 from sim.cost.engine_profile import TODAYS_SERIAL
 from sim.errors import UserError
 from sim.specs.expert_layout import HIGH_THROUGHPUT, LOW_LATENCY
+from sim.specs.memory import StatePool
 from sim.systems.base import Asked, EngineLimits, Policy, WindowPool
 from sim.systems.sglang.options import SLIDE_TOKENS, SglangOptions
 
@@ -81,6 +82,17 @@ class Sglang(SglangOptions, Policy):
         each = window_tokens - 1 + SLIDE_TOKENS + 2 * block_size
         chunks = (1 if self.disable_overlap_schedule else 2) * engine.max_num_batched_tokens
         return WindowPool(tokens=engine.max_num_seqs * each + chunks + block_size)
+
+    def state_pool(self, block_size: int, engine: EngineLimits, *, cached: bool, ranks: int) -> StatePool | None:
+        if self.names["memory"] != self.composition["memory"]:
+            return None
+        # Its own, the one that the tree has where its prompt ends, one more while that is handed over, and the tracked.
+        each = 3 + self.tracked_states(block_size) if cached else 1
+        if self.max_mamba_cache_size:
+            return StatePool(each, num_states=self.max_mamba_cache_size // (ranks if self.enable_dp_attention else 1))
+        if self.max_running_requests and not cached:
+            return StatePool(each, num_states=engine.max_num_seqs)
+        return StatePool(each, self.mamba_full_memory_ratio / (1 + self.mamba_full_memory_ratio))
 
     def ranks_refusal(self, model: "ModelSpec") -> str | None:
         if self.enable_dp_attention and model.moe is None:

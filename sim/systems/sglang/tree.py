@@ -8,7 +8,7 @@ Source: sglang 0.5.23, `mem_cache/unified_cache/` (the tree), `unified_radix_cac
 
 from collections.abc import Callable, Iterator, Sequence
 from heapq import heapify, heappop, heappush
-from typing import Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 from traces.hash_ids import num_shared
 
@@ -77,6 +77,9 @@ class PrefixTree:
         write_policy: when a node is copied to the host (`--hicache-write-policy`).
         least_load: pages below which a hit on the host is computed again.
     """
+
+    has_marks: ClassVar[bool] = False
+    """Whether some layers have a pool of their own (`MarkedTree`)."""
 
     def __init__(
         self,
@@ -213,10 +216,13 @@ class PrefixTree:
 
     # -- inserting -----------------------------------------------------------------------------------------------------
 
-    def insert(self, keys: Keys, length: int, *, held: int, counted: int, priority: int = 0) -> tuple[Node, int]:
+    def insert(
+        self, keys: Keys, length: int, *, held: int, counted: int, priority: int = 0, since: int = 0
+    ) -> tuple[Node, int]:
         """Cache the first `length` pages. Returns where they end, and how many of them were there as others' copies.
 
-        The first `held` are the tree's already; insertions of the first `counted` have been counted.
+        The first `held` are the tree's already; insertions of the first `counted` have been counted. `since`: what
+        hooks of a tree with marks are told (`MarkedTree`).
         """
         root = self.root
         root.used = self._tick()
@@ -233,6 +239,8 @@ class PrefixTree:
             child.priority = max(child.priority, priority)
             if child.on_gpu:
                 copies += max(0, shared - max(0, held - depth))
+                if self.has_marks:
+                    self._pass(child, held, since)
             else:
                 self._bring(child)
                 self._note_copy(child)
@@ -243,9 +251,22 @@ class PrefixTree:
                 self._count(node)
         if depth < length:
             node = self._grow(node, keys[depth:length], priority)
+            if self.has_marks:
+                self._begin(node, since)
             if length > counted:
                 self._count(node)
+        if self.has_marks:
+            self._end(node)
         return node, copies
+
+    def _pass(self, node: Node, held: int, since: int) -> None:
+        """`node`, which is on the way to what is inserted, is on the GPU."""
+
+    def _begin(self, node: Node, since: int) -> None:
+        """The leaf `node` is new."""
+
+    def _end(self, node: Node) -> None:
+        """What is inserted ends with `node`."""
 
     def _grow(self, node: Node, keys: tuple[int, ...], priority: int) -> Node:
         """A leaf of `keys` below `node`, on the GPU."""

@@ -18,10 +18,10 @@ from sim.engine.sequence import Sequence
 from sim.errors import InvariantError, UserError
 from sim.kv.memory import Memory
 from sim.kv.tiers.worth import Worth
+from sim.systems.sglang.marked_tree import WindowTree
 from sim.systems.sglang.memory import Held, TreeMemory
 from sim.systems.sglang.options import SLIDE_TOKENS, SglangOptions
 from sim.systems.sglang.tree import Match, Node, PrefixTree
-from sim.systems.sglang.window_tree import WindowNode, WindowTree
 
 if TYPE_CHECKING:
     from sim.systems.builder import Builder
@@ -49,7 +49,11 @@ class WindowTreeMemory(TreeMemory):
 
     @classmethod
     def build(cls, b: "Builder") -> Memory:
-        """Of a model with one pool, `TreeMemory`, perhaps with storage behind it."""
+        """Of a model with states, `StateTreeMemory`; with one pool, `TreeMemory`, perhaps with storage behind it."""
+        if b.limits.states is not None:
+            from sim.systems.sglang.state_memory import StateTreeMemory  # noqa: PLC0415 - few models have any
+
+            return StateTreeMemory.build(b)
         if b.limits.window is None or b.limits.window.own_blocks is None:
             if b.options(SglangOptions).hicache_storage_backend is None:
                 return TreeMemory.build(b)
@@ -110,20 +114,20 @@ class WindowTreeMemory(TreeMemory):
     @property
     def window_unused(self) -> int:
         """Pages of the pool of windows without content."""
-        return self.num_window_pages - self._windows.num_in_window - self._own_windows
+        return self.num_window_pages - self._windows.num_marked - self._own_windows
 
     @property
     def window_free_tokens(self) -> int:
         """Tokens for which that pool has pages, unused or idle."""
-        return (self.window_unused + self._windows.num_window_idle) * self.block_size
+        return (self.window_unused + self._windows.num_marked_idle) * self.block_size
 
     def window_budget(self) -> "WindowBudget":
         return WindowBudget(self)
 
     def make_room(self, pages: int) -> bool:
         has_room = super().make_room(pages)
-        if self.window_unused < pages and self._windows.num_window_idle:
-            self.unused += self._windows.evict_window(pages - self.window_unused)
+        if self.window_unused < pages and self._windows.num_marked_idle:
+            self.unused += self._windows.evict_marks(pages - self.window_unused)
             self._settle()
         return has_room and self.window_unused >= pages
 
@@ -176,7 +180,7 @@ class WindowTreeMemory(TreeMemory):
 
     def repeats(self, plan: IterationPlan, steps: int) -> int:
         """As long as both pools have pages, whatever is given back meanwhile."""
-        room = min(self.gpu.free, self.window_unused + self._windows.num_window_idle)
+        room = min(self.gpu.free, self.window_unused + self._windows.num_marked_idle)
         return max(1, min(steps, self.batch.steps_within(room + self.batch.blocks_needed(1))))
 
     # -- prompts -------------------------------------------------------------------------------------------------------
@@ -216,7 +220,7 @@ class WindowTreeMemory(TreeMemory):
         assert isinstance(held, WindowHeld)
         slid = held.slid // self.block_size
         entered = self._windows.insert(
-            held.keys, pages, held=held.protected, counted=held.counted, priority=priority, slid=slid
+            held.keys, pages, held=held.protected, counted=held.counted, priority=priority, since=slid
         )
         self._own_windows -= max(0, pages - max(held.protected, slid))
         return entered
@@ -233,12 +237,10 @@ class WindowTreeMemory(TreeMemory):
         batch = self.batch
         own = sum(batch.num_blocks_of(seq) - seq.num_blocks + self._own_of(seq) for seq in batch.members)
         own += sum(self._own_of(seq) for seq, _ in self.scheduler.holders())
-        in_tree = [node for node in self._windows.nodes() if isinstance(node, WindowNode) and node.in_window]
-        idle = sum(len(node.keys) for node in in_tree if not node.window_lock)
         tree = self._windows
-        found = (self._own_windows, tree.num_in_window, tree.num_window_idle)
-        if found != (own, sum(len(node.keys) for node in in_tree), idle):
-            raise InvariantError(f"windows' pages are {found} where sequences have {own} and {idle} are idle")
+        found, counted = (self._own_windows, tree.num_marked, tree.num_marked_idle), (own, *tree.recounted())
+        if found != counted:
+            raise InvariantError(f"windows' pages (sequences', the tree's, idle) are {found}, counted {counted}")
         return super().recount()
 
 
