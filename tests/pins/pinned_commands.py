@@ -58,6 +58,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
                                f"run --policy vllm-v1 --gpu h100 --tp 2 {MEASURED} --seed 3 --clip 900 --out p "
                                "--max-num-seqs 9 --max-model-len 4000 --block-size 32", "report o p"),
     "compare": (f"compare {TWO} {CROWD} --out o", "report o"),
+    "limits": (f"compare {TWO} {TURNS} --out o --bound --lift-limits", "report o"),
     **{name: (f"{name.split()[0]} study.toml --out o --jobs 1", "report o") for name in STUDIES},
     **{f"plan at {rate}": (f"plan --workload uniform --input-len 300 --output-len 20 --request-rate {rate} --jobs 1 "
        f"--num-prompts 60 --model llama-2-7b --gpu l20 {PROFILE} --max-gpus 2 --max-num-batched-tokens 512 --seeds 2 "

@@ -20,9 +20,14 @@ from sim.run.prepare import Setup, prepare, with_one_swap_space
 from sim.specs import hardware
 from sim.specs.json_file import built_in_names
 from sim.specs.models import built_in_models
+from sim.study.axes import read_study
+from sim.study.plan import read_plan
+from sim.study.regimes import read_map
 from sim.study.serve_commands import manifest, run_command, serve_commands
+from sim.study.tune import read_tune
 from sim.systems import POLICIES
 from sim.systems.base import Asked
+from sim.topology.autoscalers import parse_autoscale
 
 PREPARED, TOGETHER = 200, 20
 """Setups, and those of them that are one configuration."""
@@ -209,10 +214,67 @@ def of_servers(label: str) -> Answers:
     return {"servers": found, "run": [run_command({**WORKLOAD, **ENGINES[label], "goodput": ("ttft:300",)}, "o")]}
 
 
+AXES: tuple[object, ...] = (
+    [1], [2, 4], [2, 2], [], 3, ["x"], [True], [0.5, "auto"], {"log": [1, 8], "num": 4}, {"log": [0, 8], "num": 2},
+    {"linear": [0, 9], "num": 5}, {"linear": [9, 9], "num": 2}, {"log": [1, 8]}, {"log": [1, 8], "num": 100_001},
+    {"log": [1], "num": 2}, {"log": [1, 8], "linear": [1, 8], "num": 2}, {"linear": [0.1, float("inf")], "num": 2},
+    {"linear": [1, 3], "num": 9}, {"log": [1, 8], "num": 1, "base": 2},
+)  # fmt: skip
+TRAFFIC = {**WORKLOAD, "num-prompts": 9, "policy": ["vllm-v1", "layerkv"], "goodput": ["ttft:300"]}
+OF_STUDIES: tuple[dict[str, object], ...] = (
+    {}, {"repeats": 0}, {"repeats": 100_001}, {"repeats": 50_000}, {"what": 1}, {"grid": 3}, {"metric": "tpot"},
+    {"grid": {"seed": [1]}, "repeats": 2}, {"grid": {"num-prompts": [1, 2]}}, {"grid": {"quiet": [True]}},
+    {"grid": {"request-rate": [1, 2]}, "zip": {"request-rate": [1, 2]}}, {"grid": {"hcache-keeps": ["turns"]}},
+    {"zip": [{"tp": [1, 2], "seed": [3, 4]}, {"block-size": [16]}]}, {"zip": {"tp": [1, 2], "seed": [3]}},
+    {"random": {"samples": 4, "tp": [1, 2, 4], "request-rate": {"log": [1, 9]}, "swap-space": {"linear": [0, 9]}}},
+    {"random": {"samples": 0, "tp": [1]}}, {"random": {"tp": [1]}}, {"random": {"samples": 2, "tp": {"log": [1]}}},
+    {"goal": "cost"}, {"goal": "goodput"}, {"slo": ["ttft:3"]}, {"slo": ["p99_ttft_ms:0"]}, {"trials": 0},
+    {"trials": 100_001}, {"storage": "sqlite:///a.db"}, {"trials": 3, "storage": "sqlite:///a.db"},
+    {"grid": {"tp": [1, 2], "seed": [0, 1], "block-size": [16, 32], "request-rate": [1, 2]}},
+)  # fmt: skip
+QUESTIONS: tuple[dict[str, object], ...] = (
+    {}, {"slo": ("p99_ttft_ms:9",), "gpu": ("l20", "h100")}, {"objective": "cost"}, {"objective": "energy"},
+    {"objective": "cost", "gpu_hour_usd": ("2.5",)}, {"gpu_hour_usd": ("h100=2",)}, {"gpu_hour_usd": ("0",)},
+    {"gpu": ("l20", "h100"), "gpu_hour_usd": ("h100=2",)}, {"objective": "price"}, {"max_gpus": 0}, {"max_gpus": 64},
+    {"max_gpus": 65}, {"seeds": 0}, {"seeds": 100}, {"seeds": 101}, {"layouts": "none"}, {"replicas": 2},
+    {"data_parallel_size": 2}, {"enable_expert_parallel": True}, {"slo": ("goodput_attainment:0.9",)}, {"tp": 2},
+)  # fmt: skip
+RULES = (
+    "hpa", "hpa:max=3", "hpa:max=1,target=2", "hpa:max=4,target=0", "hpa:max=4,target=1e5,min=5",
+    "hpa:max=4.5,target=1", "hpa:max=4,target=2,metric=queue", "hpa:max=4,target=2,metric=waiting", "dynamo:max=2",
+    "dynamo:max=2,itl-ms=0", "dynamo:max=100001", "dynamo:max=9,min=0", "keda:max=2", "hpa:max=2,target=1,speed=1",
+    "",
+)  # fmt: skip
+
+
+def of_studies(name: str) -> Answers:
+    """What is read of axes, tables of studies, questions to plan, and rules of autoscalers, or how it is refused."""
+    found = list[str]()
+    if name == "axes":
+        for axis in ("request-rate", "tp", "kv-cache-dtype", "enable-prefix-caching", "profile-gpu-speed", "router"):
+            for given in AXES:
+                study = attempt(read_study, {**TRAFFIC, "sweep": {"grid": {axis: given}}}, "sweep", "study.toml")
+                found.append(
+                    f"{axis} {given}: {study if isinstance(study, str) else study.values(axis.replace('-', '_'))}"
+                )
+    elif name == "tables":
+        for given in OF_STUDIES:
+            for section, read in (("map", read_map), ("tune", read_tune)):
+                study = attempt(read, {**TRAFFIC, section: given}, "study.toml")
+                found.append(f"{section} {given}: {study}")
+            found.append(f"sweep {given}: {attempt(read_study, {**TRAFFIC, 'sweep': given}, 'sweep', 'study.toml')}")
+    else:
+        asked = {"workload": "sharegpt", "goodput": ("ttft:300",)}
+        found += [f"{given}: {attempt(read_plan, {**asked, **given})}" for given in QUESTIONS]
+        found += [f"{text}: {attempt(parse_autoscale, text)}" for text in RULES]
+    return {"read": found}
+
+
 TABLES = {
     "policies": Table(list(POLICIES), of_policy),
     "policies as written": Table(["odd"], of_texts),
     "scenarios": Table(list(BESIDE), of_scenarios),
+    "studies": Table(["axes", "tables", "questions"], of_studies),
     "servers": Table(list(ENGINES), of_servers),
     "setups": Table([f"{place} to {place + TOGETHER - 1}" for place in range(0, PREPARED, TOGETHER)], of_setups),
 }
