@@ -153,7 +153,7 @@ def test_a_full_host_drops_what_nothing_will_serve_in_time():
         assert len(outcome.ended) == len(arrivals)
         assert ("dropped_sequences" in outcome.scheduler.counters.policy) == (host == 40)
         good[host] += outcome.log.good
-    few = Workload(crowd(150, gap_s=0.06), replace(ROOM, num_cpu_blocks=40), linear_machine())
+    few = Workload(crowd(80, gap_s=0.06), replace(ROOM, num_cpu_blocks=40), linear_machine())
     check_jumps(Adaptive(predictor="oracle"), few)
     assert good[40] > 0.95 * good[4000]
 
