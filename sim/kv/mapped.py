@@ -4,7 +4,7 @@ Prabhu et al., "vAttention: Dynamic Memory Management for Serving LLMs without P
 has virtual memory for the longest context, and each layer keys and values of its own: a block is as many tokens as fill
 one page, and takes a page of each. What a prompt lacks is mapped before it is computed. What decodes take next is
 mapped while the step before computes. Pages of a sequence that has ended stay mapped, and the next that takes its place
-has them; they are unmapped only when others need them.
+has them; they are unmapped only when others need them. What comes from another engine is mapped before the next step.
 """
 
 from bisect import bisect_left, insort
@@ -26,7 +26,6 @@ class MappedMemory(PagedMemory):
     name: ClassVar[str] = "mapped"
     options: ClassVar[type | None] = PageOptions
     can_cache_prefixes: ClassVar[bool] = False
-    can_receive: ClassVar[bool] = False
     in_pages: ClassVar[bool] = True
     unexecutable: ClassVar[str] = (
         "memory=mapped has the driver map pages, which the runtime does not ask it to; serve with --policy sarathi"
@@ -50,6 +49,14 @@ class MappedMemory(PagedMemory):
 
     def place(self, seq: Sequence, num_tokens: int) -> None:
         super().place(seq, num_tokens)
+        self._take_place(seq)
+
+    def receive(self, seq: Sequence, num_tokens: int) -> int:
+        blocks = super().receive(seq, num_tokens)
+        self._take_place(seq)
+        return blocks
+
+    def _take_place(self, seq: Sequence) -> None:
         kept, blocks = self._kept, seq.num_blocks
         if kept:
             # The place that has as many, or the next more, or else the most.
@@ -83,6 +90,9 @@ class MappedMemory(PagedMemory):
         if blocks:
             insort(self._kept, blocks)
             self._num_kept += blocks
+
+    def repeats(self, plan: IterationPlan, steps: int) -> int:
+        return 1 if self._num_mapped else super().repeats(plan, steps)
 
     def complete(self, plan: IterationPlan) -> None:
         if self._num_mapped:

@@ -7,11 +7,10 @@ Nothing ever grows, so none is ever preempted.
 from typing import TYPE_CHECKING, ClassVar, Self
 
 from sim.engine.batch import DecodeBatch
-from sim.engine.changes import make_place, make_release
+from sim.engine.changes import make_release
 from sim.engine.limits import Limits
 from sim.engine.plan import IterationPlan
 from sim.engine.sequence import Sequence
-from sim.kv.memory import ALL_LAYERS
 from sim.kv.paged import PagedMemory
 
 if TYPE_CHECKING:
@@ -24,7 +23,6 @@ class ReservedMemory(PagedMemory):
     name: ClassVar[str] = "reserved"
     can_cache_prefixes: ClassVar[bool] = False
     reserves: ClassVar[bool] = True
-    can_receive: ClassVar[bool] = False
 
     @classmethod
     def build(cls, b: "Builder") -> Self:
@@ -52,10 +50,11 @@ class ReservedMemory(PagedMemory):
         return self.gpu.free - self.blocks_for(seq) >= keep_free
 
     def place(self, seq: Sequence, num_tokens: int) -> None:
-        blocks = self.blocks_for(seq)
-        seq.num_blocks = -(-seq.num_tokens // self.block_size)
-        self.gpu.allocate(blocks)
-        self.scheduler.changes.append(make_place((seq, ALL_LAYERS, blocks, 0)))
+        self.take(seq, seq.num_tokens)
+
+    def receive(self, seq: Sequence, num_tokens: int) -> int:
+        self.take(seq, num_tokens)
+        return seq.num_blocks
 
     def release(self, seq: Sequence) -> None:
         self.gpu.release(self.blocks_for(seq))

@@ -13,7 +13,6 @@ from sim.engine.changes import Hit, Keep, Load, Move, Release, Store, Streamed, 
 from sim.engine.limits import Limits, TierCounters
 from sim.engine.plan import IterationPlan, StepTimes
 from sim.engine.sequence import Sequence
-from sim.errors import UserError
 from sim.kv.block_pool import CachingPool
 from sim.kv.gaps import Span, gaps, split_by_gap
 from sim.kv.index.block_chain import FIRST_PRIVATE_KEY, BlockChain
@@ -77,8 +76,6 @@ class RetentionMemory(Memory):
 
     def bind(self, scheduler: "Scheduler") -> None:
         super().bind(scheduler)
-        if scheduler.batching.frees_in_order or scheduler.stage.hands_over or scheduler.stage.pulls:
-            raise UserError("memory=retained: not with batching=unified or engines that hand sequences over yet")
         scheduler.counters.tiers["host"] = self.tier
 
     def tell_blocks(self) -> None:
@@ -182,6 +179,10 @@ class RetentionMemory(Memory):
         if self._tells:
             self._tell_loads(seq, [store.chunks[keys[place]] for place in found.to_load])
 
+    def receive(self, seq: Sequence, num_tokens: int) -> int:
+        self.look_up(seq)
+        return super().receive(seq, num_tokens)
+
     def _tell_loads(self, seq: Sequence, chunks: list[Chunk]) -> None:
         """They come to the GPU, and are cached there from now on."""
         changes = self.scheduler.changes
@@ -201,7 +202,7 @@ class RetentionMemory(Memory):
     # -- the way out -------------------------------------------------------------------------------------------------
 
     def release(self, seq: Sequence) -> None:
-        ended = seq.num_generated >= seq.output_tokens
+        ended = self.has_left(seq)
         keys, hits = self._keys[seq], self._hits.pop(seq, [])
         store = self.store
         store.now(seq.last_token_s if ended else self.scheduler.now_s)
@@ -267,7 +268,7 @@ class RetentionMemory(Memory):
             self.scheduler.beside.append(move)
 
     def repeats(self, plan: IterationPlan, steps: int) -> int:
-        steps = super().repeats(plan, steps)
+        steps = 1 if self._loading else super().repeats(plan, steps)
         if steps > 1 and self.store.num[DIRTY] and self.store.num_host:
             room = self._spare - self.least_spare
             if self._stuck_at == self.store.version:

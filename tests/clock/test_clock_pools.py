@@ -29,8 +29,16 @@ POLICIES += ["vllm-v1:stage=hand-over", "vllm-v1:stage=hand-over,async-schedulin
 POLICIES += [f"vllm-v1:stage=hand-over,async-scheduling=true,{more}=true" for more in ("blocking-pull", "layer-wise")]
 POLICIES += ["vllm-v1:stage=nixl", "vllm-v1:stage=nixl,async-scheduling=true"]
 TIERED = ["splitwise:memory=tiered", "vllm-recompute:memory=tiered,stage=hand-over", "ragcache:stage=hand-over",
-          "splitwise:memory=tiered,disk-space=1", "cacheblend:stage=hand-over"]  # fmt: skip
+          "splitwise:memory=tiered,disk-space=1", "cacheblend:stage=hand-over",
+          *(f"{kept},swap-out-threshold=1" for kept in ("splitwise:memory=retained", "pensieve:stage=hand-over",
+                                                      "pensieve:batching=unified,stage=nixl"))]  # fmt: skip
 """Prompts that were handed over are kept on the host of the engine that prefilled them."""
+POLICIES += [
+    "orca:stage=hand-over",
+    "distserve:memory=reserved",
+    "vattention:stage=hand-over",
+    "splitwise:memory=mapped",
+]
 POLICIES += ["distserve:order=priority,eviction=recompute", "splitwise:order=shortest-prefill", "distserve:order=lpm"]
 
 
@@ -216,15 +224,18 @@ def named(rows, kinds):
 def test_what_was_handed_over_comes_back_from_the_host_where_it_was_prefilled(policy):
     """Five blocks keep one of the first prompt beside the second; the third, the first again, hits it and loads two.
 
-    CacheBlend's memory hits what is on the host alone: three blocks, of which it computes one again.
+    CacheBlend's memory hits what is on the host alone: three blocks, of which it computes one again. Pensieve's gives
+    up the first blocks of a prompt first, and loads these three.
     """
-    on_gpu = 0 if policy.startswith("cacheblend") else 16
+    is_kept = "swap-out" in policy
+    on_gpu = 0 if is_kept or policy.startswith("cacheblend") else 16
+    loaded = 48 if is_kept else 32
     rows = named(requests((0.0, 64, 3), (5.0, 64, 3), (10.0, 64, 3)), (1, 2, 1))
     machine = linear_machine(prefill=(0.01, 0.0, 1e-4), decode=(0.1, 0.0, 0.0))
     outcome = simulate_pools(parse_policy(policy, {})[1], rows, limits(5, 20, max_model_len=512), machine=machine)
-    assert [outcome.by_id()[i].num_cached_tokens for i in range(3)] == [0, 0, 32 + on_gpu]
+    assert [outcome.by_id()[i].num_cached_tokens for i in range(3)] == [0, 0, loaded + on_gpu]
     tier = outcome.members[0].engine.scheduler.counters.tiers["host"]
-    assert (tier.stored_blocks, tier.num_loads, tier.hit_tokens) == (8, 1, 32)
+    assert (tier.stored_blocks, tier.num_loads, tier.hit_tokens) == (8, 1, loaded)
 
 
 @pytest.mark.parametrize("policy", TIERED)
@@ -250,9 +261,27 @@ def test_jumping_changes_nothing_where_hosts_keep_what_was_handed_over(policy, r
     )  # fmt: skip
 
 
+def test_what_is_pulled_has_room_for_its_longest_context():
+    """Four blocks each of eight, whatever its KV takes: the third of three is pulled when another ends."""
+    policy, short = parse_policy("orca:stage=hand-over", {})[1], limits(max_model_len=64)
+    rows = requests(*(3 * [(0.0, 10, 20)]))
+    outcome = simulate_pools(policy, rows, short, decode_limit=replace(short, num_gpu_blocks=8))
+    first_s, second_s, third_s = (outcome.by_id()[i].finish_s for i in range(3))
+    assert second_s == pytest.approx(first_s, rel=0.1) and third_s > 1.8 * first_s
+    assert sum(m.engine.scheduler.counters.policy["handed_over_blocks"] for m in outcome.members) == 3
+
+
+def test_what_is_pulled_is_mapped_where_it_decodes():
+    """Three blocks of 16 tokens come; the next request has the pages that they left."""
+    policy = parse_policy("vattention:stage=hand-over", {})[1]
+    rows = requests((0.0, 40, 3), (9.0, 40, 3))
+    outcome = simulate_pools(policy, rows, limits(chunked=True, max_model_len=64, tokens=512))
+    assert [member.engine.scheduler.counters.policy["mapped_blocks"] for member in outcome.members] == [3, 3]
+
+
 @pytest.mark.parametrize(
     "policy",
-    ["layerkv:stage=hand-over", "orca:stage=hand-over", "splitwise:memory=tiered-states", "distserve:order=mlfq"],
+    ["layerkv:stage=hand-over", "hcache:stage=hand-over", "splitwise:memory=tiered-states", "distserve:order=mlfq"],
 )
 def test_what_cannot_hand_over_is_refused(policy):
     with pytest.raises(UserError, match="goes with"):

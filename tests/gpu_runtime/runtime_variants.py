@@ -32,7 +32,8 @@ VARIANTS = [
 ]
 TIERED = ["cachedattention:disk-space=0", "vllm-v1:memory=tiered", "sarathi:memory=tiered", "ragcache"]
 """Those that keep prefixes on the host."""
-RETAINED = ["pensieve:swap-out-threshold=0.8", "sarathi:memory=retained,swap-out-threshold=0.8"]
+RETAINED = ["pensieve:swap-out-threshold=0.8"]
+RETAINED += [f"{system}:memory=retained,swap-out-threshold=0.8" for system in ("sarathi", "vllm-v1")]
 """Those that keep chunks of conversations there."""
 TREES = ["radix", "vllm-v1:memory=radix", "chunkattention", "batchllm"]
 """Those that keep content once, in a tree."""

@@ -144,6 +144,7 @@ def test_single_turns_gain_nothing():
 
 
 TEXTS = ["pensieve", "pensieve:swap-out-threshold=0.7", "pensieve:swap-out-threshold=0", "sarathi:memory=retained"]
+TEXTS += ["vllm-v1:memory=retained,swap-out-threshold=0.5", "pensieve:batching=unified,async-scheduling=true"]
 
 
 @pytest.mark.parametrize("text", TEXTS)

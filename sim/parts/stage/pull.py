@@ -87,8 +87,8 @@ class Pull(Stage):
 
     def _few_wait(self) -> bool:
         """Whether those that were pulled and do not decode yet leave room for more."""
-        waiting = sum(seq.num_blocks for seq in chain(self.coming, self.landed))
-        return waiting * self.memory.unit < self.waiting_share * self.memory.gpu.num_blocks
+        waiting = sum(map(self.memory.held_blocks, chain(self.coming, self.landed)))
+        return waiting < self.waiting_share * self.memory.gpu.num_blocks
 
     def _sent_tokens(self, seq: Sequence) -> int:
         """Those whose KV comes: the last one is yet to be fed."""

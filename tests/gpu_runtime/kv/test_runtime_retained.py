@@ -25,7 +25,7 @@ def serve(variant, arrivals, **sizes):
 
 
 @pytest.mark.usefixtures("worthwhile")
-@pytest.mark.parametrize(("variant", "chunked"), [*zip(RETAINED, (False, True), strict=True)])
+@pytest.mark.parametrize(("variant", "chunked"), [*zip(RETAINED, (False, True, True), strict=True)])
 def test_tokens_are_those_of_each_request_alone(variant, chunked):
     """The beginning of a conversation is dropped first: gaps are computed between what is hit."""
     arrivals = spread(ALIKE * 2)
