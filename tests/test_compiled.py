@@ -5,6 +5,7 @@ import os
 import random
 import subprocess
 import sys
+from filecmp import cmpfiles
 from pathlib import Path
 
 import pytest
@@ -34,7 +35,8 @@ def compiled(tmp_path_factory):
     is_fast, path = python(PYTHON, LOOK, tmp_path_factory.mktemp("look")).split()
     assert is_fast == "True", "`make fast` compiled nothing; its output says why"
     sources = [file.relative_to(ROOT / "sim") for file in (ROOT / "sim").rglob("*.py")]
-    if any((ROOT / "sim" / file).read_bytes() != (Path(path) / file).read_bytes() for file in sources):
+    _, *other = cmpfiles(ROOT / "sim", path, sources, shallow=False)
+    if any(other):
         pytest.skip("what is compiled is of another source: `make fast` compiles this one")
     return PYTHON
 

@@ -3,7 +3,7 @@
     python validation/accuracy_coverage.py
 
 Rows are those of `sim/results/accuracy.csv`. The aim is `SHARE` of them, 80 %. A server left out, with all its numbers
-of GPUs, is what a model is that nobody measured; a configuration left out may have others of its server to go by.
+of GPUs, stands for a model that was never measured; a configuration left out may have others of its server to go by.
 """
 
 from collections import defaultdict

@@ -120,7 +120,7 @@ def command(words: Sequence[str]) -> tuple[int, str, BaseException | None]:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """The results below a folder, without what belongs to nobody's."""
+    """The results below a folder, without locks."""
     found = (path for path in folder.rglob("*") if path.is_file() and path.name != LOCK_FILE)
     names = {path.relative_to(folder).as_posix(): path for path in found}
     return {name: path.read_bytes() for name, path in names.items() if name.split("/")[0] not in (NEW, UNFINISHED)}

@@ -25,7 +25,7 @@ class Tokeniser(Arrivals):
 
     @property
     def hears_ends(self) -> bool:
-        """As those who send them."""
+        """Whether their sender hears of ends."""
         return self._sent.hears_ends
 
     def deliver(self, until_s: float, to: Callable[[Request], object]) -> None:
@@ -37,7 +37,7 @@ class Tokeniser(Arrivals):
         self._foresee()
 
     def ended(self, request: Request, at_s: float) -> None:
-        """Those who sent it may send another."""
+        """Its sender may send another."""
         self._sent.ended(request, at_s)
         self._foresee()
 

@@ -308,7 +308,7 @@ def _latency_lines(result: Result) -> list[str]:
 
 
 def accuracy_lines(result: Result) -> list[str]:
-    """Where measured values are to be expected, and by which rows; a line where nobody knows."""
+    """Where measured values are to be expected, and by which rows; a line where no row tells."""
     found = result.accuracy
     if found is UNSET:
         return []

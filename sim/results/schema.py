@@ -192,7 +192,7 @@ class Result(Struct, kw_only=True, frozen=True):
     """For each request the gaps between its tokens, s. Absent too without `--save-detailed`."""
 
     def __repr__(self) -> str:
-        """One line: thousands of arrays' entries tell nobody anything."""
+        """One line: thousands of arrays' entries say nothing."""
         times = ((name, getattr(self, f"mean_{name}_ms"), getattr(self, f"p99_{name}_ms")) for name in ("ttft", "tpot"))
         told = [
             f"{name.upper()} mean {mean:,.1f} ms, P99 {p99:,.1f} ms" for name, mean, p99 in times if mean is not None

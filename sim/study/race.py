@@ -17,7 +17,7 @@ from sim.study.sweep import Means, Store
 STEP = 1.12
 """Between loads of the first race."""
 STRIDE = 4
-"""Steps at once, while nobody knows where the best is."""
+"""Steps at once, while the best may be anywhere."""
 SHORT_S, LONGER_S = 40.0, 160.0
 """Arrivals of the first race and of the second, s at the load that is tried."""
 NEAR = 1

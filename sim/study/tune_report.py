@@ -118,7 +118,7 @@ def lines(tuned: Tuned) -> Iterator[str]:
 
 
 def _by_default(tuned: Tuned) -> Iterator[str]:
-    """That pools against like engines hangs on the token budget, where nobody named one."""
+    """That pools against like engines hangs on the token budget, where none was named."""
     named = {*tuned.study.fixed, *(name for candidate in tuned.candidates for name in candidate.point)}
     runs = [c.ran for c in tuned.candidates if c.ran is not None and c.ran.result is not None]
     if "max_num_batched_tokens" not in named and len({"prefill_replicas" in ran.options for ran in runs}) > 1:
