@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
+from pinned_engines import workload
 
 from kvtwin.testing import build_engine, conformance, limits, linear_machine, requests, simulate
 from kvtwin.testing import questions as asking
@@ -153,6 +154,34 @@ def test_every_question_of_a_crowded_run_is_one(twice: Counter[str], name: str) 
     policy = parse_policy(name, {})[1]
     limit = conformance.limits_of(policy, limits(gpu=12, host=10, max_model_len=128), 4, 64)
     simulate(policy, requests(*rows), limit)
+    assert sum(twice.values()) > 40
+
+
+STORAGE = "enable-hierarchical-cache=true,hicache-storage-backend=file,hicache-storage-prefetch-threshold=1"
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "stages"),
+    [
+        ("vllm-v1", "windowed", 1),
+        ("vllm-v1", "stateful", 1),
+        ("vllm-recompute", "windowed", 1),
+        ("vllm-v1:async-scheduling=true", "windowed", 2),
+        ("vllm-v1", "stateful", 3),
+        ("vllm-v1:cpu-chunks=9,store-s-per-block=0.02", "branching", 1),
+        ("vllm-v1:spec-method=ngram,spec-tokens=3,acceptance-rate=0.8", "bursts", 1),
+        ("cachedattention:disk-space=0.001,disk-block-us=20000", "branching", 1),
+        (f"sglang:{STORAGE}", "branching", 1),
+        ("hcache:keeps=turns", "branching", 1),
+    ],
+)
+def test_every_question_of_parts_that_presets_leave_out_is_one(
+    twice: Counter[str], text: str, kind: str, stages: int
+) -> None:
+    """Windows, states, pipelines, connectors, drafts, disks, storage."""
+    policy = parse_policy(text, {})[1]
+    work = workload(policy, 1, kind)
+    simulate(policy, work.arrivals, replace(work.limits, stages=stages), machine=work.machine)
     assert sum(twice.values()) > 40
 
 

@@ -350,12 +350,13 @@ class StoredTreeMemory(TreeMemory):
     # -- admitting -----------------------------------------------------------------------------------------------------
 
     def look_up_next(self, seq: Sequence) -> bool:
-        if not self._is_ready(seq):
+        if not self._end_prefetch(seq):
             return False
         self.look_up(seq)
-        return not self._has_lost_hits(seq)
+        return not self._ask_for_lost(seq)
 
-    def _is_ready(self, seq: Sequence) -> bool:
+    def _end_prefetch(self, seq: Sequence) -> bool:
+        """Take what has come of its prefetch, unless it is to wait for more; whether none is under way any more."""
         asker = self._askers[seq]
         prefetch = asker.prefetch
         if prefetch is None:
@@ -364,7 +365,13 @@ class StoredTreeMemory(TreeMemory):
         if policy == "wait_complete":
             return False
         if policy == "timeout":
-            if not self._is_due(asker, prefetch):
+            if asker.deadline_s == inf:
+                # Looked at for the first time.
+                asker.deadline_s = self._deadline_s(prefetch)
+                return False
+            if prefetch.taken is not None and prefetch.completed >= prefetch.hit:
+                return False
+            if self._now_s + TIE_S < asker.deadline_s:
                 return False
             asker.is_late = True
             self._stop_retrying(asker)
@@ -377,18 +384,14 @@ class StoredTreeMemory(TreeMemory):
             self._give_up(asker)
         return True
 
-    def _is_due(self, asker: Asker, prefetch: Prefetch) -> bool:
-        """Whether the time for which the request waits, from when it was first looked at, is over."""
-        if asker.deadline_s == inf:
-            options, tokens = self._options, len(prefetch.keys) * self.block_size
-            wait_s = tokens / 1024 * options.hicache_storage_prefetch_timeout_per_ki_token
-            asker.deadline_s = self._now_s + options.hicache_storage_prefetch_timeout_base + wait_s
-            return False
-        if prefetch.taken is not None and prefetch.completed >= prefetch.hit:
-            return False
-        return self._now_s + TIE_S >= asker.deadline_s
+    def _deadline_s(self, prefetch: Prefetch) -> float:
+        """Until when a request waits that is looked at now."""
+        options, tokens = self._options, len(prefetch.keys) * self.block_size
+        wait_s = tokens / 1024 * options.hicache_storage_prefetch_timeout_per_ki_token
+        return self._now_s + options.hicache_storage_prefetch_timeout_base + wait_s
 
-    def _has_lost_hits(self, seq: Sequence) -> bool:
+    def _ask_for_lost(self, seq: Sequence) -> bool:
+        """Ask storage anew where hits were lost since it was asked; whether it was."""
         asker, match = self._askers[seq], self.held(seq).match
         matched = match.pages + match.host_pages
         if matched >= asker.matched:
