@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from copy import copy
 from functools import partial
+from typing import Any
 
 import simpy
 
@@ -14,6 +15,7 @@ from sim.clock.hand_overs import HandOvers
 from sim.clock.lockstep import Lockstep, rank_class
 from sim.clock.member import Member
 from sim.clock.pipeline import Pipeline, VirtualEngine
+from sim.clock.queued_ranks import QueuedLockstep, QueuedRank
 from sim.cost.model import ACTIVATION_BYTES
 from sim.cost.spread_experts import SpreadExpertsCost
 from sim.engine.engine import Engine
@@ -204,15 +206,19 @@ def _members(engines: list[EngineParts], env: simpy.Environment, arrivals: Arriv
         if setup.experts is not None and setup.experts.ranks > 1:
             if lockstep is None or len(lockstep.ranks) == setup.experts.ranks:
                 assert isinstance(setup.cost, SpreadExpertsCost)
-                lockstep = Lockstep(setup.cost)
-            member = rank_class(ahead=parts.engine.schedules_ahead)(
-                *args, lockstep=lockstep, place=place, layers=layers, block_bytes=block_bytes,
-                hidden_bytes=hidden_bytes, observer=parts.observer, ended=ended,
+                lockstep = QueuedLockstep(setup.cost, setup.pp) if setup.pp > 1 else Lockstep(setup.cost)
+            if setup.pp > 1:
+                kind, own = QueuedRank, _pipelined(setup)
+            else:
+                kind, own = rank_class(ahead=parts.engine.schedules_ahead), {"layers": layers}
+            member = kind(
+                *args, lockstep=lockstep, place=place, block_bytes=block_bytes, hidden_bytes=hidden_bytes,
+                observer=parts.observer, ended=ended, **own,
             )  # fmt: skip
         elif setup.limits.stages > 1:
             member = BatchQueue(
-                *args, stage_layers=setup.stage_layers, hand_over_s_per_token=_hand_over_s_per_token(setup),
-                block_bytes=block_bytes, hidden_bytes=hidden_bytes, observer=parts.observer, ended=ended,
+                *args, block_bytes=block_bytes, hidden_bytes=hidden_bytes, observer=parts.observer, ended=ended,
+                **_pipelined(setup),
             )  # fmt: skip
         elif setup.pp == 1:
             member = member_class(parts.engine)(
@@ -242,6 +248,11 @@ def member_class(engine: Engine) -> type[Member]:
     from sim.clock.ahead import AheadMember  # noqa: PLC0415 - one system schedules ahead
 
     return AheadMember
+
+
+def _pipelined(setup: Setup) -> dict[str, Any]:
+    """What an engine with a queue of batches is told of its stages."""
+    return {"stage_layers": setup.stage_layers, "hand_over_s_per_token": _hand_over_s_per_token(setup)}
 
 
 def _hand_over_s_per_token(setup: Setup) -> float:

@@ -65,34 +65,51 @@ class BatchQueue(Member):
             plan = self._schedule(now_s)
             if plan is not None:
                 free_s = self._launch(plan, now_s)
-            elif any(ended is not None for _, ended in queue):
-                queue.append((max(now_s, queue[-1][0]), None))
+            elif self._add_empty(now_s):
                 self._left_s.append(now_s)
-            else:
-                queue.clear()
-        self._waits = len(queue) == self.places or (bool(queue) and not engine.has_unfinished)
-        self.end_s = queue[0][0] if self._waits else free_s if queue else self._wakes_s
+        self.end_s = self.next_s(free_s) if queue else self._wakes_s
 
-    def _launch(self, plan: IterationPlan, now_s: float) -> float:
-        """The plan is in flight; returns when the host is free again, s."""
-        cost, lanes, left_s = self.cost, self._lanes, self._left_s
+    def _add_empty(self, now_s: float) -> bool:
+        """A batch without work takes a place, unless nothing is in flight; whether it does."""
+        queue = self._queue
+        if any(ended is not None for _, ended in queue):
+            queue.append((max(now_s, queue[-1][0]), None))
+            return True
+        queue.clear()
+        return False
+
+    def next_s(self, free_s: float) -> float:
+        """When it schedules next, s: when the host is free, or has waited for the oldest batch."""
+        queue = self._queue
+        self._waits = len(queue) == self.places or (bool(queue) and not self.engine.has_unfinished)
+        return queue[0][0] if self._waits else free_s
+
+    def prices(self, plan: IterationPlan, now_s: float) -> tuple[float, float]:
+        """Seconds that all stages compute together, and when the host, which begins now, is free again, s."""
+        cost = self.cost
         whole_s, prelude_s = cost.iteration_s(plan) + plan.added_s, cost.prelude_s(plan)
         num_sequences = plan.num_decodes + len(plan.chunks)
         host_s = prelude_s + (cost.host.seconds(num_sequences) if cost.host is not None else 0.0)
-        computed_s = whole_s - prelude_s
+        return whole_s - prelude_s, self.lanes.host.reserve(now_s, host_s, "host")
+
+    def _launch(self, plan: IterationPlan, now_s: float) -> float:
+        """The plan is in flight; returns when the host is free again, s."""
+        lanes, left_s = self._lanes, self._left_s
+        computed_s, free_s = self.prices(plan, now_s)
+        ready_s = max(free_s, left_s[0]) if self.schedules_ahead else free_s
+        began_s = max(ready_s, lanes[0].free_s)
         stages_s = [computed_s / parts for parts in self.parts]
-        free_s = end_s = self.lanes.host.reserve(now_s, host_s, "host")
-        if self.schedules_ahead:
-            end_s = max(end_s, left_s[0])
-        began_s = max(end_s, lanes[0].free_s)
-        end_s = pass_stages(lanes, end_s, stages_s, self.hand_over_s_per_token * plan.num_tokens, plan.kind)
+        end_s = pass_stages(lanes, ready_s, stages_s, self.hand_over_s_per_token * plan.num_tokens, plan.kind)
         left_s.append(end_s)
+        self._fly(plan, began_s, end_s)
+        return free_s
+
+    def _fly(self, plan: IterationPlan, began_s: float, end_s: float) -> None:
         times = StepTimes(1, end_s, 0.0, 0.0, end_s, 1)
         self.iterations += 1
         if self.observer is not None:
             self.observer(plan, began_s, times)
         self._queue.append((end_s, self.engine.commit_ahead(plan, times)))
-        return free_s
 
     def _wake_at(self, at_s: float) -> bool:
         if self._settled or self._queue:

@@ -435,8 +435,8 @@ def _experts(
     ranks, name = scenario.data_parallel_size or 1, flag("data_parallel_size")
     if scenario.enable_expert_parallel and model.moe is None:
         raise UserError(f"--enable-expert-parallel: {model.name} has no experts; leave it out")
-    if ranks > 1 and pp > 1:
-        raise UserError(f"{name}: {ranks} ranks of pipelines are not modelled; leave out --pipeline-parallel-size")
+    if ranks > 1 and pp > 1 and not BATCHINGS[policy.names["batching"]].queues_batches:
+        raise UserError(f"{name}: {ranks} ranks of virtual engines are not modelled; leave one out, or take vllm-v1")
     if ranks > 1:
         refusal = policy.ranks_refusal(model)
         if refusal:

@@ -214,7 +214,7 @@ def test_an_idle_rank_of_sglang_computes_nothing_and_one_of_vllm_a_token():
     [
         ({}, "vllm-recompute", "--data-parallel-size: ranks that share experts iterate together in vLLM v1"),
         ({"model": "llama-3.1-8b", "enable_expert_parallel": True}, AHEAD, "llama-3.1-8b has no experts"),
-        ({"pipeline_parallel_size": 2}, SERIAL, "--pipeline-parallel-size"),
+        ({"model": "llama-2-7b", "pipeline_parallel_size": 2}, "vllm-recompute", "2 ranks of virtual engines"),
         ({"data_parallel_size": 64, "tp": 4, "enable_expert_parallel": True}, AHEAD, "256 GPUs are more than the 128"),
         ({}, "sglang", "each has all of them: give that, or --replicas"),
         ({"model": "llama-3.1-8b"}, SGLANG, "llama-3.1-8b has no experts"),
