@@ -182,7 +182,7 @@ def test_what_is_broken_is_named_with_its_distribution(entries: str, code: str, 
     assert all(word in str(error.value) for word in words)
 
 
-def test_a_broken_distribution_disturbs_nobody_who_does_not_ask_for_it(install: Install):
+def test_a_broken_distribution_is_told_only_where_it_is_asked_for(install: Install):
     install(ENTRIES, "import nowhere")
     assert parse_policy("sarathi:order=priority", {})[1].names["order"] == "priority"
 

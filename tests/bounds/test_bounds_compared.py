@@ -98,7 +98,7 @@ def test_one_engine_without_a_bound_leaves_none_for_all():
             best_bound(both)
 
 
-def test_a_bound_that_nobody_asked_for_is_of_few_requests(monkeypatch):
+def test_a_bound_that_was_not_asked_for_is_of_few_requests(monkeypatch):
     """60 requests: below the limit of 61 there is one, at 60 none; asked for it is there at any, refused at none."""
     setup = setup_of("vllm-recompute")
     monkeypatch.setattr("sim.bounds.compared.BY_DEFAULT", 61)

@@ -218,7 +218,7 @@ def test_prefix_affinity_without_prefixes_is_an_error():
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_the_tree_finds_the_longest_prefix_that_anybody_has(seed):
+def test_the_tree_finds_the_longest_prefix_of_any_engine(seed):
     rng, tree, had = Random(seed), PrefixTree(), [[] for _ in range(3)]
     for _ in range(60):
         ids = tuple(rng.choices(range(3), k=rng.randrange(6)))

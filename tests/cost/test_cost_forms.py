@@ -77,7 +77,7 @@ def test_a_linear_profile_gives_no_other_costs(form: str) -> None:
     assert isinstance(build_cost(*given), LinearCost)
 
 
-def test_a_form_that_nobody_knows_is_refused() -> None:
+def test_a_form_that_is_not_known_is_refused() -> None:
     model, gpu = load_model("llama-2-7b"), load_hardware("l20")
     with pytest.raises(UserError, match="cost form: 'cubic' is not one of roofline, table, paper, linear"):
         build_cost(model, gpu, load_profile(None, gpu), 1, 1.0, "cubic")

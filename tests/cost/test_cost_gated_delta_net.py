@@ -148,7 +148,7 @@ def test_pools_hold_groups_of_ten_layers():
         ("vllm-v1", {"gpu": "l40s", "tp": 4}, "has no constants of Gated DeltaNet"),
     ],
 )
-def test_who_refuses_such_a_model(policy, options, words):
+def test_what_refuses_such_a_model(policy, options, words):
     scenario = Scenario(**{"model": "qwen3.5-35b-a3b", "gpu": "h200", "workload": "fixed", "num_prompts": 2} | options)
     with pytest.raises(UserError, match=words):
         simulate(scenario, policy)

@@ -118,7 +118,7 @@ def test_a_block_that_two_share_is_none():
         found.check()
 
 
-def test_a_device_sleeps_until_it_is_time_or_somebody_wakes_it():
+def test_a_device_sleeps_until_it_is_time_or_it_is_woken():
     device = live.build_device(build_engine(VllmRecompute(), limits(20, 0), linear_machine(), print).scheduler)
     device.start()
     began_s = device.now_s()

@@ -1,4 +1,4 @@
-"""What was asked and would do nothing, contradicts itself or cannot be is said: nobody waits for what never comes."""
+"""What was asked and would do nothing, contradicts itself or cannot be is said: what never comes is not waited for."""
 
 import json
 

@@ -94,7 +94,7 @@ def test_too_few_like_configurations_give_no_interval(rows):
 
 
 def test_shipped_rows_are_of_servers_that_the_script_knows_and_say_nothing_twice():
-    """The file is made by `validation/accuracy_rows.py`; nobody edits it by hand."""
+    """The file is made by `validation/accuracy_rows.py`; it is not edited by hand."""
     rows = measured_rows()
     found = {(row.server, row.kind.gpu) for row in rows}
     of_vllm = {name: served for name, served in SERVED.items() if not served.sglang}

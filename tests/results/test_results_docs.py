@@ -96,7 +96,7 @@ def test_the_page_names_the_counters_of_systems(section):
     assert seen <= {*names, *shared}
 
 
-def test_the_page_names_no_counter_that_nobody_counts():
+def test_the_page_names_no_counter_that_is_not_counted():
     sources = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "sim").rglob("*.py"))
     named = {name for section in COUNTED for name in documented()[f"counters of {section}"]}
     assert [name for name in sorted(named) if f'"{name}"' not in sources] == []

@@ -179,7 +179,7 @@ def test_a_column_is_held_from_sample_to_sample_and_pools_are_free_before_the_fi
     assert held(nothing, "num_decoding", times).tolist() == [0.0] * 5
 
 
-def test_who_has_one_engine_is_said_to_have_no_rows_beside_who_has_several():
+def test_one_engine_is_said_to_have_no_rows_beside_several():
     one = series_of(2, time_s=[0.0, 1.0])
     several = replace(figure_run("several", series=one), engines=(one, one))
     axes = draw_engines([several, figure_run("one", series=one)]).axes

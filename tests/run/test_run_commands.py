@@ -125,7 +125,7 @@ def prints_to(place, command, folder):
 
 
 @pytest.mark.parametrize("command", PRINTING, ids=" ".join)
-def test_output_that_nobody_reads_is_no_traceback(tmp_path, command):
+def test_output_that_is_not_read_is_no_traceback(tmp_path, command):
     reader, writer = os.pipe()
     os.close(reader)
     done = prints_to(writer, command, tmp_path)

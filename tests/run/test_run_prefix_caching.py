@@ -48,7 +48,7 @@ def test_vllm_v1_caches_unless_told_not_to(tmp_path):
     assert run(tmp_path, "--no-enable-prefix-caching")["counters"]["prefix_hit_tokens"] == 0
 
 
-def test_who_computes_shared_prefixes_again_is_told(tmp_path):
+def test_shared_prefixes_that_are_computed_again_are_told(tmp_path):
     """32 + 63 + 96 of 304 prompt tokens."""
     (warning,) = run(tmp_path, "--policy", "vllm-recompute")["warnings"]
     assert "63% of the prompt tokens" in warning and "--enable-prefix-caching" in warning

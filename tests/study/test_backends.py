@@ -126,7 +126,7 @@ OWN["ray"] = {"num_cpus": 2, "include_dashboard": False}
 @pytest.mark.parametrize("address", [None, "tcp://there:1"])
 @pytest.mark.parametrize("dies_after", [1, 3])
 @pytest.mark.parametrize("backend", ["dask", "ray"])
-def test_a_cluster_gets_traces_once_and_says_who_died(monkeypatch, backend, dies_after, address):
+def test_a_cluster_gets_traces_once_and_says_what_died(monkeypatch, backend, dies_after, address):
     """And is left, its tasks with it, however the runs end."""
     cluster = {"dask": Dask, "ray": Ray}[backend](dies_after)
     monkeypatch.setattr(importlib.import_module("sim.study.backends"), "import_module", lambda name: cluster)

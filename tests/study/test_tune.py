@@ -388,7 +388,7 @@ def test_draws_make_the_loads_interval_and_those_that_cross_a_tie(monkeypatch, t
     assert {found.best.point["max_num_seqs"]} | tied == {256, 128}, "64 is behind on every draw, 32 on the first by far"
 
 
-def test_that_pools_against_like_engines_hang_on_a_budget_nobody_named_is_said():
+def test_that_pools_against_like_engines_hang_on_a_budget_not_named_is_said():
     asked = read_tune(FIXED | {"tune": {"slo": TTFT}}, "t")
 
     def told(points):

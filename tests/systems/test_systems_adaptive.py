@@ -254,7 +254,7 @@ def test_shared_blocks_are_not_moved():
     assert len(outcome.ended) == 12
 
 
-def test_parking_needs_a_batching_that_knows_who_is_due():
+def test_parking_needs_a_batching_that_knows_what_is_due():
     _, mixed = parse_policy("vllm-recompute:order=triage,eviction=park", {})
     with pytest.raises(UserError, match="batching=paced"):
         simulate(mixed, requests((0.0, 16, 1)), limits())

@@ -71,7 +71,7 @@ def test_more_are_good_when_each_ones_own_are_kept_than_when_all_are_kept_alike(
 
 @pytest.mark.parametrize(("tight_share", "kept_s"), [(0.02, 0.1), (0.98, 0.03)])
 def test_the_pace_is_that_which_most_can_be_good_at(tight_share, kept_s):
-    """A few in a hurry do not slow down everybody else, and many do."""
+    """A few in a hurry do not slow down all others, and many do."""
     order = simulate(TOLD, crowd(tight_share), ROOM, machine=MACHINE, goodput=SLO).scheduler.order
     assert isinstance(order, Triage)
     assert order.kept_tpot_s == kept_s
@@ -127,7 +127,7 @@ def test_a_result_tells_classes_and_what_was_rejected(tmp_path):
 
 
 def test_without_goodput_those_that_name_no_slos_have_none(tmp_path):
-    """All of them are good: a class of its own name, not that of an option nobody gave."""
+    """All of them are good: a class of its own name, not that of an option that was not given."""
     result = run_of(tmp_path, [(10 * i, "" if i % 3 else "ttft:0.001") for i in range(9)], "vllm-v1")
     classes = [(one.slos, one.num_prompts, one.good) for one in result.slo_classes]
     assert classes == [("none", 6, 6), ("ttft:0.001", 3, 0)]

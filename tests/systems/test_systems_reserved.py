@@ -130,7 +130,7 @@ def test_orca_decodes_everything_in_every_iteration_and_admits_in_order_of_arriv
 
 @some
 @given(data=st.data())
-def test_fastertransformer_never_admits_while_anybody_runs(data: st.DataObject) -> None:
+def test_fastertransformer_never_admits_while_a_sequence_runs(data: st.DataObject) -> None:
     workload = data.draw(workloads(FasterTransformer()))
     steps, _ = over(FasterTransformer(), workload)
     running: set[int] = set()

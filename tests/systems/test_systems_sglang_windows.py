@@ -63,7 +63,7 @@ def test_without_a_cache_the_pool_is_what_running_requests_take_at_most():
     assert WindowPool(tokens=100).blocks(1000, 16) == 7
 
 
-def test_a_pool_that_would_admit_nobody_is_refused():
+def test_a_pool_that_would_admit_no_request_is_refused():
     with pytest.raises(UserError, match=r"swa-full-tokens-ratio: .* 120 tokens, and no request .* 128 or fewer"):
         limits_for("gpt-oss-20b", "sglang:max-total-tokens=150")
 
@@ -97,7 +97,7 @@ def test_windows_of_a_prompt_move_on_without_a_cache(overlap, kept):
     assert 500 - memory.window_unused == kept
 
 
-def test_who_finds_no_room_alone_is_ignored_and_others_go_on():
+def test_what_finds_no_room_alone_is_ignored_and_others_go_on():
     # Whole prompts: of 100 tokens, 84 are before the window, which the pool of 60 never has.
     found = simulate(
         parse_policy("sglang:chunked-prefill-size=-1", {})[1],

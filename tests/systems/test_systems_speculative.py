@@ -185,7 +185,7 @@ def test_what_does_not_go_with_drafts_is_refused(text: str, told: str) -> None:
     assert told in str(caught.value)
 
 
-def test_where_nobody_says_what_is_accepted_the_first_draft_says_so() -> None:
+def test_where_no_acceptance_is_given_the_first_draft_says_so() -> None:
     """A trace may say it of every request; else the policy must."""
     policy = drafting("spec-tokens=2")
     with pytest.raises(UserError, match="acceptance-rate: request 0 has none in its trace"):

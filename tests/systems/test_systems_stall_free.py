@@ -168,7 +168,7 @@ def test_the_tokens_of_a_request_come_in_consecutive_iterations(policy: Policy, 
 
 @some
 @given(data=st.data())
-def test_every_pass_of_fastgen_has_exactly_the_budget_while_anybody_waits(data: st.DataObject) -> None:
+def test_every_pass_of_fastgen_has_exactly_the_budget_while_a_request_waits(data: st.DataObject) -> None:
     """And a prompt is split only where the budget ends: all chunks of a pass but the last complete their prompts."""
     workload = with_room(data.draw(workloads(FastGen())))
     steps, _ = over(FastGen(), workload)

@@ -259,7 +259,7 @@ def threads_kept(monkeypatch):
     torch.set_num_threads(before)
 
 
-def test_who_sets_threads_has_chosen(threads_kept, monkeypatch):
+def test_threads_that_are_set_are_kept(threads_kept, monkeypatch):
     monkeypatch.setenv(threads.SETTING, "1")
     monkeypatch.setattr(threads, "_median_s", lambda *_: pytest.fail("measured"))
     before = torch.get_num_threads()

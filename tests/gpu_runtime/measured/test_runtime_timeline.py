@@ -81,7 +81,7 @@ def test_events_tell_spans_once_they_are_over(monkeypatch):
     assert spans.take() == []
 
 
-def test_spans_that_nobody_takes_do_not_fill_the_memory():
+def test_spans_that_are_not_taken_do_not_fill_the_memory():
     spans = CopySpans(CPU)
     for _ in range(MOST_KEPT + 10):
         spans.note(Direction.D2H, spans.mark(None), spans.mark(None))

@@ -216,7 +216,7 @@ class Open(asyncio.Transport):
 
 
 @pytest.mark.parametrize(("soft", "most"), [(120, 30), (resource.RLIM_INFINITY, 1024)])
-def test_who_waits_for_a_header_leaves_descriptors_to_others(monkeypatch, soft, most):
+def test_a_connection_without_a_header_leaves_descriptors_to_others(monkeypatch, soft, most):
     """150 of them stopped /health under 120 descriptors; those that have had an answer count apart."""
     monkeypatch.setattr(resource, "getrlimit", lambda _: (soft, soft))
 
