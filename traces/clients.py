@@ -19,6 +19,7 @@ looked at. Requests come in any order, as they ended, and are sorted by their st
 """
 
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -28,7 +29,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from traces.errors import TraceError
-from traces.fields import TIME_UNITS, Where, shown
+from traces.fields import MOST_SECONDS, TIME_UNITS, Where, shown
 from traces.files import pieces
 from traces.rows import Columns, Reader, ReadOptions
 from traces.text_reader import json_objects, lengths
@@ -79,14 +80,19 @@ def _first(row: Json, *names: str) -> object:
     return next((row[name] for name in names if row.get(name) is not None), None)
 
 
+def _integer(text: str) -> int | str:
+    """A whole number of as many digits as Python reads; else the text."""
+    return int(text) if re.fullmatch(r"-?\d{1,400}", text) else text
+
+
 def _nanoseconds(where: Where, name: str, value: object, unit: str) -> int:
     if value is None:
         raise where.error(name, None, "is not given", "a trace needs the start of each request: delete the request")
-    if isinstance(value, str) and value.isdecimal():
-        value = int(value)
-    if isinstance(value, int) and not isinstance(value, bool):
-        return value * (S // TIME_UNITS[unit])
-    return round(where.number(name, value) * S / TIME_UNITS[unit])
+    value = _integer(value) if isinstance(value, str) else value
+    number = value if isinstance(value, int) and not isinstance(value, bool) else where.number(name, value)
+    if abs(number) > MOST_SECONDS * TIME_UNITS[unit]:
+        raise where.error(name, value, f"is more than {MOST_SECONDS:g} s", "correct or delete the row")
+    return number * (S // TIME_UNITS[unit]) if isinstance(number, int) else round(number * S / TIME_UNITS[unit])
 
 
 def _seconds(where: Where, name: str, value: object, unit: str) -> float | None:
@@ -291,8 +297,7 @@ def _otlp_value(value: object) -> object:
     """An attribute's: whole numbers are written as strings."""
     found = _dict(value)
     if "intValue" in found:
-        text = str(found["intValue"])
-        return int(text) if text.lstrip("-").isdecimal() else text
+        return _integer(str(found["intValue"]))
     return _first(found, "doubleValue", "stringValue")
 
 

@@ -2,16 +2,24 @@
 
 import contextlib
 import json
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from copy import deepcopy
 from itertools import product
 from typing import Any
 
-from odd_traces import HEADERS, NAMED, ROWS, TIMES, TOKENS, USUAL, files, lax, read, text_of, told
-from pinned import Answers, Table, digest
+from odd_traces import FILE, HEADERS, NAMED, ROWS, TIMES, TOKENS, USUAL, files, lax, read, text_of, told
+from pinned import ROOT, Answers, Table, digest
+
+sys.path.insert(0, str(ROOT / "tests/traces"))
+
+import test_traces_clients as clients
+import test_traces_served as served
 
 from traces.generators import generate
 from traces.readers import FORMATS
+from traces.served import read_served
 from traces.workloads import WORKLOADS
 
 
@@ -104,4 +112,55 @@ def ask_made(name: str) -> Answers:
     return {"made": [f"{given}: {told(generated, name, **given)}" for given in OPTIONS[name]]}
 
 
-TABLES = {"traces": Table(list(ROWS), ask_read), "workloads": Table(list(OPTIONS), ask_made)}
+CLIENTS: dict[str, Any] = {**clients.FILES, "vllm-bench": [served.RESULT]}
+ODD = (None, "x", -1, 1e300, 10**400, "9" * 5000, True, [])
+GONE = object()
+
+
+def changed(document: Any, at: tuple[Any, ...], value: object) -> Any:
+    """A copy in which one value is another, or gone."""
+    found = held = deepcopy(document)
+    for key in at[:-1]:
+        held = held[key]
+    if value is GONE:
+        del held[at[-1]]
+    else:
+        held[at[-1]] = value
+    return found
+
+
+def places(document: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Where a value stands, of each container before what is in it."""
+    if at:
+        yield at
+    inside = document.items() if isinstance(document, dict) else enumerate(document[:3])
+    for key, value in inside:
+        if isinstance(value, dict | list):
+            yield from places(value, (*at, key))
+        else:
+            yield (*at, key)
+
+
+def measuring(name: str) -> Iterator[str]:
+    """What a client kept, as a trace and as a server's run: each value gone and others in its place."""
+    document = CLIENTS[name] if isinstance(CLIENTS[name], list) else [CLIENTS[name]]
+    cases = [((), None), *product(places(document), (GONE, *ODD))]
+    for at, value in cases:
+        rows = changed(document, at, value) if at else document
+        text = "".join(json.dumps(row) + "\n" for row in rows)
+        words = f"{list(at)} {'gone' if value is GONE else value!r}"
+        yield f"{words}: {read(text, tokenizer='bytes:4')}"
+        yield f"{words}, served: {told(run_of)}"
+
+
+def run_of() -> list[object]:
+    """Of the file."""
+    run = read_served(FILE)
+    return [len(run.requests), run.ttft_s, run.e2el_s, run.gaps_s, run.left_out]
+
+
+TABLES = {
+    "traces": Table(list(ROWS), ask_read),
+    "workloads": Table(list(OPTIONS), ask_made),
+    "clients": Table(list(CLIENTS), lambda name: {"read": in_folder(lambda: measuring(name))}),
+}

@@ -175,6 +175,12 @@ def test_chunks_are_tokens_where_genai_perf_has_no_usage(tmp_path):
     [
         ("guidellm", lambda d: d["benchmarks"].append({}), ["benchmarks holds 2 runs", "jq '.benchmarks |= [.[0]]'"]),
         ("aiperf", lambda d: d[0]["metadata"].pop("request_start_ns"), ["line 1: metadata.request_start_ns"]),
+        ("aiperf", lambda d: d[0]["metadata"].update(request_start_ns=1e300), ["request_start_ns 1e+300 is more than"]),
+        (
+            "guidellm",
+            lambda d: d["benchmarks"][0]["requests"]["successful"][0].update(request_start_time="9" * 5000),
+            ["request_start_time '999", "is not finite"],
+        ),
         ("aiperf", lambda d: d[0]["metrics"].pop("input_sequence_length"), ["line 1: prompt_tokens", "is not given"]),
         ("aiperf", lambda d: d[0]["metrics"]["request_latency"].update(unit="h"), ["request_latency.unit 'h'", "ms"]),
         ("openai", lambda d: d[0]["usage"].update(input_tokens="many"), ["line 1: input_tokens 'many'"]),
