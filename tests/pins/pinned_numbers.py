@@ -4,13 +4,14 @@ import inspect
 import json
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache, partial
 from itertools import product
 from pathlib import Path
 
 import msgspec
-from pinned import L20, ROOT, T4, Table, rounded
+from pinned import L20, ROOT, T4, Table, digest, rounded
+from pinned_traces import GONE, ODD, changed, places
 
 sys.path.insert(0, str(ROOT / "tests/cost"))
 sys.path.insert(0, str(ROOT / "tests/specs"))
@@ -102,6 +103,27 @@ def configs(kind: str) -> Iterator[str]:
             for more, _ in hf.REFUSED:
                 path.write_text(json.dumps({**config, **more}))
                 yield f"{more}: {answer_of(read, 1)}".replace(folder, "FOLDER")
+
+
+READERS: dict[str, tuple[Path, Callable[[str], object]]] = {
+    "a profile": (L20, lambda path: read_profile(Path(path))),
+    "an engine's profile": (ROOT / "sim/cost/engines/vllm-v1.json", load_engine_profile),
+    "a GPU": (ROOT / "sim/specs/gpus/l20.json", load_hardware),
+}
+"""Files that users may write, one that is right of each."""
+
+
+def written(kind: str) -> Iterator[str]:
+    """What a file is read as, or how it is refused, with each of its values gone or another."""
+    path, read = READERS[kind]
+    document = json.loads(path.read_text())
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "file.json"
+        for at, value in product(places(document), (GONE, *ODD)):
+            file.write_text(json.dumps(changed(document, at, value)))
+            found = answer_of(lambda _: read(str(file)), 1)
+            answer = found if isinstance(found, str) else f"taken {digest(repr(found).replace(folder, ''))}"
+            yield f"{list(at)} {'gone' if value is GONE else repr(value)[:20]}: {answer}".replace(folder, "FOLDER")
 
 
 def answer_of(method, tp: int) -> object:
@@ -229,6 +251,7 @@ def ranks(cost: SpreadExpertsCost) -> Iterator[str]:
 
 TABLES = {
     "models": Table(built_in_models(), lambda name: {"sizes": [*sizes(name)], "pools": [*pools(name)]}),
+    "files": Table(list(READERS), lambda name: {"read": [*written(name)]}),
     "configs": Table(list(CONFIGS), lambda name: {"read": [*configs(name)]}),
     "prices": Table(list(costs()), lambda name: {"prices": [*prices(name)]}),
 }
