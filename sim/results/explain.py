@@ -1,22 +1,21 @@
 """`kvtwin explain`: what became of one request and why it waited, in sentences, from what a run has saved."""
 
 from bisect import bisect_left
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from msgspec import UNSET
 
-from sim.cost.host import TIE_S
 from sim.errors import UserError
 from sim.results.figures.style import time_text as _time
 from sim.results.metrics import EndedRequest
 from sim.results.result import RESULT_FILE, read_requests
 from sim.results.schema import Result
 from sim.results.time_use import LIMIT_NAMES
-from sim.results.timeline import TIMELINE_FILE, TraceEvent, iterations_of, read_timeline, request_spans
+from sim.results.timeline import TIMELINE_FILE, Steps, TraceEvent, iterations_of, read_timeline, request_spans
 
 
 def explain(folder: Path, request_id: int) -> list[str]:
@@ -66,15 +65,18 @@ def _beside_others(result: Result, found: EndedRequest) -> Iterator[str]:
 
 
 def _why(events: Sequence[TraceEvent], found: EndedRequest, request_id: int) -> Iterator[str]:
-    steps = _steps(events, request_id)
-    if not steps:
+    slices = _slices(events, request_id)
+    if not slices:
         yield "The timeline does not say which request was admitted when: run it again with --timeline."
         return
     spans = sorted((span[1:] for span in request_spans(events) if span[0] == request_id), key=itemgetter(1))
     # On the engine's clock, which has the front end's time not yet in it.
     scheduled_s = next((end_s for name, _, end_s in spans if name == "queue"), found.arrival_s + found.queue_s)
-    yield from _queueing(steps, found, scheduled_s)
-    admission = next(step for step in steps if request_id in step["args"]["admitted"])
+    steps = Steps.of(slices)
+    under_way = int(steps.at(np.array(found.arrival_s)))
+    ahead = slices[under_way]["args"]["waiting"] if under_way >= 0 else 0
+    yield from _queueing(steps, found, scheduled_s, ahead)
+    admission = next(step for step in slices if request_id in step["args"]["admitted"])
     others = len(admission["args"]["admitted"]) - 1
     yield (
         f"It was admitted at {_moment(admission['ts'] / 1e6)}, {_alone(others)}, in an iteration of "
@@ -86,33 +88,23 @@ def _why(events: Sequence[TraceEvent], found: EndedRequest, request_id: int) -> 
     yield from _decoding(steps, found, spans)
 
 
-def _steps(events: Sequence[TraceEvent], request_id: int) -> list[dict[str, Any]]:
+def _slices(events: Sequence[TraceEvent], request_id: int) -> list[dict[str, Any]]:
     """The iterations of the engine that first admitted the request, in order."""
     engines = iterations_of(events).values()
     return next((own for own in engines if any(request_id in step["args"]["admitted"] for step in own)), [])
 
 
-def _overlaps(
-    steps: Sequence[dict[str, Any]], begin_s: float, end_s: float
-) -> Iterator[tuple[dict[str, Any], float, float]]:
-    """What is told of the iterations within a span of time, their begins, and how long of each lies there, s."""
-    for step in steps:
-        start_s = step["ts"] / 1e6
-        seconds = min(end_s, (step["ts"] + step["dur"]) / 1e6) - max(begin_s, start_s)
-        if seconds > 0.0:
-            yield step["args"], start_s, seconds
+def _bound_s(steps: Steps, begin_s: float, end_s: float) -> dict[str, float]:
+    """Seconds of a span by what kept the next request from starting; only of what did."""
+    found = steps.bound_s(np.array(begin_s), np.array(end_s))
+    return {limit: float(seconds) for limit, seconds in found.items() if seconds > 0.0}
 
 
-def _queueing(steps: Sequence[dict[str, Any]], found: EndedRequest, scheduled_s: float) -> Iterator[str]:
-    bound_s: dict[str, float] = defaultdict(float)
-    ahead = 0
-    for told, start_s, overlap_s in _overlaps(steps, found.arrival_s, scheduled_s):
-        if start_s < found.arrival_s - TIE_S:
-            # Decided before it came: it waits for the iteration's end.
-            bound_s["under way"] += overlap_s
-            ahead = told["waiting"]
-        else:
-            bound_s[told["limit"]] += overlap_s
+def _queueing(steps: Steps, found: EndedRequest, scheduled_s: float, ahead: int) -> Iterator[str]:
+    looks_s = min(float(steps.looks_from_s(np.array(found.arrival_s))), scheduled_s)
+    bound_s = _bound_s(steps, looks_s, scheduled_s)
+    if looks_s > found.arrival_s:
+        bound_s["under way"] = looks_s - found.arrival_s
     if not bound_s:
         yield "It was scheduled as it came."
         return
@@ -123,7 +115,7 @@ def _queueing(steps: Sequence[dict[str, Any]], found: EndedRequest, scheduled_s:
             yield f"{_time(seconds)} of its wait was the rest of the iteration that ran when it came."
         elif name == "none":
             yield f"{_time(seconds)} of its wait no request was kept back: it was not the engine's turn to look."
-        elif seconds > 0.0:
+        else:
             share = seconds / found.queue_s * 100 if found.queue_s else 0.0
             cause = f"what kept the next in the queue from starting was {LIMIT_NAMES[name]}"
             yield f"For {_time(seconds)} ({share:.0f} %) {cause}."
@@ -142,29 +134,22 @@ AWAY = {
 }
 
 
-def _interruption(steps: Sequence[dict[str, Any]], name: str, start_s: float, end_s: float) -> Iterator[str]:
+def _interruption(steps: Steps, name: str, start_s: float, end_s: float) -> Iterator[str]:
     if end_s <= start_s:
         return
-    bound_s: dict[str, float] = defaultdict(float)
-    for told, _, overlap_s in _overlaps(steps, start_s, end_s):
-        bound_s[told["limit"]] += overlap_s
+    bound_s = _bound_s(steps, start_s, end_s)
     limit = max(bound_s, key=lambda name: bound_s[name], default="none")
     is_kept = limit in LIMIT_NAMES and name not in ("recompute", "tool")
     cause = f", while this was short: {LIMIT_NAMES[limit]}" if is_kept else ""
     yield f"At {_moment(start_s)} it {AWAY.get(name, name)} for {_time(end_s - start_s)}{cause}."
 
 
-def _decoding(
-    steps: Sequence[dict[str, Any]], found: EndedRequest, spans: Sequence[tuple[str, float, float]]
-) -> Iterator[str]:
-    decode = next(((start_s, end_s) for name, start_s, end_s in spans if name == "decode"), None)
+def _decoding(steps: Steps, found: EndedRequest, spans: Sequence[tuple[str, float, float]]) -> Iterator[str]:
+    decode = next(((np.array(start_s), np.array(end_s)) for name, start_s, end_s in spans if name == "decode"), None)
     if decode is None or found.output_tokens < 2:
         return
-    batch = weight = others_s = 0.0
-    for told, _, overlap_s in _overlaps(steps, *decode):
-        batch += told["decodes"] * overlap_s
-        weight += overlap_s
-        others_s += overlap_s if not told["decodes"] else 0.0
+    sizes = steps.decodes
+    batch, weight, others_s = (float(steps.seconds(*decode, of)) for of in (sizes, np.ones_like(sizes), sizes == 0))
     tpot_s = (found.e2el_s - found.ttft_s) / (found.output_tokens - 1)
     stalled = f"; {_time(others_s)} went to prefills of others, during which nothing decoded" if others_s else ""
     mean = f"{batch / weight:.0f}" if weight else ""

@@ -16,7 +16,7 @@ from sim.errors import UserError
 from sim.results.figures.style import time_text as _time
 from sim.results.result import RESULT_FILE, read_requests
 from sim.results.time_use import LIMIT_NAMES
-from sim.results.timeline import TIMELINE_FILE, TraceEvent, iterations_of, read_timeline, request_spans
+from sim.results.timeline import TIMELINE_FILE, Steps, TraceEvent, iterations_of, read_timeline, request_spans
 
 Array = NDArray[np.float64]
 METRICS = {"ttft": "TTFT", "e2el": "end-to-end latency"}
@@ -154,14 +154,10 @@ def _causes(requests: _Requests, events: Sequence[TraceEvent] | None, metric: st
     found[QUEUED] = scheduled_s - requests.arrival_s
     for engine, own in engines:
         begin_s, end_s = requests.arrival_s[own], scheduled_s[own]
-        # Decided before it came: it waits for the iteration's end.
-        place = np.searchsorted(engine.start_s, begin_s, side="right") - 1
-        inside = (place >= 0) & (engine.start_s[place] < begin_s) & (engine.end_s[place] > begin_s)
-        from_s = np.minimum(np.where(inside, engine.next_end_s(place, begin_s), begin_s), end_s)
+        from_s = np.minimum(engine.looks_from_s(begin_s), end_s)
         found[UNDER_WAY][own] = from_s - begin_s
-        for limit in engine.limits:
+        for limit, seconds in engine.bound_s(from_s, end_s).items():
             name = LIMIT_NAMES.get(limit, NOT_ITS_TURN)
-            seconds = engine.seconds(from_s, end_s, engine.limit == limit)
             found.setdefault(name, np.zeros_like(queue_s))[own] += seconds
         if metric != "ttft":
             first_s = ended_s[own] - (total_s - requests.ttft_s)[own]
@@ -187,35 +183,6 @@ def _causes(requests: _Requests, events: Sequence[TraceEvent] | None, metric: st
 
 
 @dataclass(frozen=True)
-class _Engine:
-    """An engine's iterations in order: begin and end, s, what kept the next request from starting, and decodes."""
-
-    start_s: Array
-    end_s: Array
-    limit: NDArray[np.str_]
-    decodes: Array
-    iterations: Array
-    """Like ones that stand as one."""
-
-    def next_end_s(self, place: NDArray[np.int64], at_s: Array) -> Array:
-        """When the iteration ended that ran at a moment within those at `place`, as if all there lasted as long."""
-        start_s, end_s = self.start_s[place], self.end_s[place]
-        each_s = (end_s - start_s) / self.iterations[place]
-        return np.minimum(end_s, start_s + np.ceil((at_s - start_s) / each_s) * each_s)
-
-    @property
-    def limits(self) -> list[str]:
-        return sorted(set(self.limit.tolist()))
-
-    def seconds(self, begin_s: Array, end_s: Array, which: NDArray[np.bool_]) -> Array:
-        """Seconds between two moments that iterations of a kind took."""
-        at_s = np.column_stack([self.start_s, self.end_s]).ravel()
-        lasted = np.where(which, self.end_s - self.start_s, 0.0)
-        passed = np.column_stack([np.cumsum(lasted) - lasted, np.cumsum(lasted)]).ravel()
-        return np.maximum(0.0, np.interp(end_s, at_s, passed) - np.interp(begin_s, at_s, passed))
-
-
-@dataclass(frozen=True)
 class _Away:
     """Spans in which requests were away from the batch for one reason: their places, begin and end, s."""
 
@@ -228,7 +195,7 @@ class _Away:
 
 def _timeline(
     requests: _Requests, events: Sequence[TraceEvent]
-) -> tuple[list[tuple[_Engine, NDArray[np.int64]]], Array, Array, dict[str, _Away]]:
+) -> tuple[list[tuple[Steps, NDArray[np.int64]]], Array, Array, dict[str, _Away]]:
     """Engines with the places of their requests, when each request was scheduled and ended (on the engine's clock),
     and spans away from the batch by name."""
     place: dict[object, int] = {int(ident): i for i, ident in enumerate(requests.ids)}
@@ -254,12 +221,7 @@ def _timeline(
         admitted = [place[i] for step in own for i in step["args"]["admitted"] if i in place and i not in seen]
         admitted = list(dict.fromkeys(admitted))
         seen.update(int(requests.ids[i]) for i in admitted)
-        start_s = np.array([step["ts"] for step in own]) / 1e6
-        end_s = start_s + np.array([step["dur"] for step in own]) / 1e6
-        limits = np.array([step["args"]["limit"] for step in own])
-        decodes = np.array([step["args"]["decodes"] for step in own], float)
-        iterations = np.array([step["args"]["iterations"] for step in own], float)
-        engines.append((_Engine(start_s, end_s, limits, decodes, iterations), np.array(admitted, np.int64)))
+        engines.append((Steps.of(own), np.array(admitted, np.int64)))
     return engines, scheduled_s, ended_s, away
 
 

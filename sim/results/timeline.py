@@ -4,13 +4,17 @@ import gzip
 import zlib
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from operator import itemgetter
 from pathlib import Path
 from typing import IO, Any
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
+from sim.cost.host import TIE_S
 from sim.errors import UserError
 from sim.files import write_atomically
 from sim.results.journal import Journal, Step
@@ -19,6 +23,7 @@ from sim.run.runs import EngineParts, Run
 
 TIMELINE_FILE = "timeline.json.gz"
 TraceEvent = dict[str, object]
+Array = NDArray[np.float64]
 LIVE_PIDS = 50
 """Processes of live runs follow this one, so that a simulated and a live timeline can be shown together."""
 ITERATIONS = 0
@@ -58,6 +63,59 @@ def iterations_of(events: Iterable[TraceEvent]) -> dict[object, list[dict[str, A
     for slices in found.values():
         slices.sort(key=itemgetter("ts"))
     return found
+
+
+@dataclass(frozen=True)
+class Steps:
+    """An engine's iterations in order; arrays of shape (slices,). Moments are asked for in arrays of any shape.
+
+    Attributes:
+        start_s, end_s: begin and end.
+        limit: what kept the next request from starting.
+        decodes: sequences that decode. iterations: like ones that stand as one.
+    """
+
+    start_s: Array
+    end_s: Array
+    limit: NDArray[np.str_]
+    decodes: Array
+    iterations: Array
+
+    @staticmethod
+    def of(slices: Sequence[dict[str, Any]]) -> "Steps":
+        """Of slices as `iterations_of` gives them."""
+        start_s = np.array([step["ts"] for step in slices]) / 1e6
+        end_s = start_s + np.array([step["dur"] for step in slices]) / 1e6
+        columns = ([step["args"][name] for step in slices] for name in ("limit", "decodes", "iterations"))
+        limit, decodes, iterations = columns
+        return Steps(start_s, end_s, np.array(limit), np.array(decodes, float), np.array(iterations, float))
+
+    def at(self, moment_s: Array) -> NDArray[np.int64]:
+        """Places of the iterations that had begun before these moments and ended after them; -1 where none did."""
+        place = np.searchsorted(self.start_s, moment_s - TIE_S) - 1
+        return np.where((place >= 0) & (self.end_s[place] > moment_s), place, -1)
+
+    def looks_from_s(self, moment_s: Array) -> Array:
+        """From when on the engine may schedule what came at these moments: the iteration that ran then ended.
+
+        Of several that stand as one, all are taken to have lasted as long.
+        """
+        place = self.at(moment_s)
+        start_s, end_s = self.start_s[place], self.end_s[place]
+        each_s = np.where(place >= 0, (end_s - start_s) / self.iterations[place], 1.0)
+        ended_s = np.minimum(end_s, start_s + np.ceil((moment_s - start_s) / each_s) * each_s)
+        return np.where(place >= 0, ended_s, moment_s)
+
+    def bound_s(self, begin_s: Array, end_s: Array) -> dict[str, Array]:
+        """Seconds between two moments by what kept the next request from starting."""
+        return {limit: self.seconds(begin_s, end_s, self.limit == limit) for limit in sorted(set(self.limit.tolist()))}
+
+    def seconds(self, begin_s: Array, end_s: Array, weights: NDArray[Any]) -> Array:
+        """Seconds between two moments that iterations took, each times its weight."""
+        at_s = np.column_stack([self.start_s, self.end_s]).ravel()
+        lasted = (self.end_s - self.start_s) * weights
+        passed = np.column_stack([np.cumsum(lasted) - lasted, np.cumsum(lasted)]).ravel()
+        return np.maximum(0.0, np.interp(end_s, at_s, passed) - np.interp(begin_s, at_s, passed))
 
 
 def request_spans(events: Iterable[TraceEvent]) -> Iterator[tuple[object, str, float, float]]:

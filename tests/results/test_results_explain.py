@@ -4,12 +4,13 @@ import gzip
 import json
 from itertools import pairwise
 
+import numpy as np
 import pytest
 from small_results import finished
 
 import kvtwin
 from sim.options.scenario import Scenario
-from sim.results.timeline import ITERATIONS, merge_timelines, read_timeline, step_name, timeline_events, why
+from sim.results.timeline import ITERATIONS, Steps, merge_timelines, read_timeline, step_name, timeline_events, why
 from sim.run.runs import Recording
 from sim.systems import POLICIES
 
@@ -156,3 +157,10 @@ def test_damaged_files_are_named(kept, tmp_path, capsys, name, damage):
 def test_timelines_open_together(kept, tmp_path):
     merge_timelines(tmp_path / "both.json.gz", (kept, kept))
     assert len(read_timeline(tmp_path / "both.json.gz")) == 2 * len(read_timeline(kept / "timeline.json.gz"))
+
+
+def test_of_like_iterations_that_stand_as_one_a_wait_counts_one():
+    """Ten of 10 ms in one slice. What comes 22 ms after its begin waits for the third, at its begin or end for none."""
+    told = {"limit": "none", "decodes": 3, "iterations": 10}
+    steps = Steps.of([{"ts": 1e6, "dur": 1e5, "args": told}])
+    assert steps.looks_from_s(np.array([1.022, 1.0, 1.1])) == pytest.approx([1.03, 1.0, 1.1])
