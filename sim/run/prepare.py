@@ -441,6 +441,9 @@ def _experts(
         refusal = policy.ranks_refusal(model)
         if refusal:
             raise UserError(refusal)
+    decode, prefill = policy.all2all(scenario.all2all_backend)
+    if decode != ALL_GATHER and ranks == 1:
+        raise UserError(f"DeepEP ({decode}): is priced between data-parallel ranks; give {name} of 2 or more")
     if model.moe is None or (ranks == 1 and not scenario.enable_expert_parallel):
         return None
     if ranks > 1 and policy.names["batching"] not in LOCKSTEP_BATCHINGS:
@@ -452,7 +455,6 @@ def _experts(
     if gpus == 1:
         return None
     assert model.moe
-    decode, prefill = policy.all2all(scenario.all2all_backend)
     is_parallel = scenario.enable_expert_parallel or decode != ALL_GATHER
     if is_parallel and gpus > model.moe.num_experts:
         raise UserError(

@@ -120,6 +120,7 @@ def test_high_throughput_has_no_graphs():
         (HIGH_THROUGHPUT, {"data_parallel_size": 64}, "on 1, 2, 4 node"),
         (LOW_LATENCY, {"data_parallel_size": 6}, "6 GPUs do not divide the 128 experts"),
         (LOW_LATENCY, {"policy": AUTO}, "give --sglang-moe-a2a-backend"),
+        (None, {"policy": AUTO, "data_parallel_size": 1}, "give --data-parallel-size of 2 or more"),
     ],
 )
 def test_what_has_no_price_is_refused(backend, options, words):
