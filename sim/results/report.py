@@ -125,7 +125,7 @@ def metric_values(result: Result) -> dict[str, float | None]:
         "mean_decoding": mean_decoding(result),
         "request_offered": came,
         "prefix_hit_percent": None if hits is None else hits * 100.0,
-        "host_memory_gib": host_blocks(result) * result.scenario.block_bytes / 2**30,
+        "host_memory_gib": host_blocks(result) * _virtual_engines(result) * result.scenario.block_bytes / 2**30,
     }
     found = result.latency_parts
     for part in LATENCY_PARTS:
@@ -172,6 +172,15 @@ def host_blocks(result: Result) -> int:
     engines = max(1, len(result.engines or []))
     tier = next((use.num_blocks // engines for use in result.tiers or [] if use.tier == "host"), None)
     return result.scenario.num_cpu_blocks if tier is None else tier
+
+
+def _virtual_engines(result: Result) -> int:
+    """How many of the engines share a pipeline and its memory: as many as it has stages under vLLM 0.5, else one."""
+    scenario, engines = result.scenario, result.engines or []
+    if not (scenario.prefill_pipeline_parallel_size or scenario.pipeline_parallel_size) or not engines:
+        return 1
+    alike = sum(engine.role == engines[0].role for engine in engines)
+    return max(1, alike // ((scenario.prefill_replicas or scenario.replicas or 1) * (scenario.data_parallel_size or 1)))
 
 
 def ratio(value: float | None, base: float | None) -> float | None:

@@ -327,12 +327,14 @@ def test_the_bound_is_looked_for_once_where_an_slo_is_given_or_it_is_asked_for(t
 
 
 def test_compare_gives_every_policy_the_same_host_memory_unless_told(tmp_path):
-    def given(*words):
-        both = ("--policy", "vllm-swap", "--policy", "layerkv")
+    def given(*words, other="layerkv"):
+        both = ("--policy", "vllm-swap", "--policy", other)
         assert kvtwin.main(["compare", *SMALL, "--quiet", "--no-figures", *both, "--out", str(tmp_path), *words]) == 0
         metrics = json.loads((tmp_path / "comparison.json").read_text())["metrics"]
         return [round(found["host_memory_gib"]) for found in metrics.values()]
 
     assert given() == [256, 256]
     assert given("--swap-space", "4") == [4, 4]
+    # Of virtual engines, which share a GPU, each has a half.
+    assert given("--swap-space", "4", "--pipeline-parallel-size", "2", other="vllm-v1") == [4, 4]
     assert given("--gpu", "t4", "--model", "qwen3-0.6b") == [89, 89]  # half of that host
