@@ -1,33 +1,37 @@
 """Inter-token latencies of a whole run, kept by iteration instead of by token.
 
 All sequences of an iteration share its end time, so the gaps between tokens are few distinct values with large weights.
-Up to `EXACT_RUNS` recorded runs of `EXACT_GAPS` iterations in all the statistics are exact; past that the oldest are
-folded, some at a time, into a histogram of logarithmic bins, so that memory stays bounded however long the trace is.
+They are counted in logarithmic bins, and looked at once more in those where percentiles are. Past `EXACT_RUNS` recorded
+runs only finer bins are kept, so that memory stays bounded however long the trace is. Nothing of this takes numpy,
+which most runs would import for it alone.
 """
 
+from array import array
+from bisect import bisect_right
 from collections.abc import Iterator
-from math import sqrt
+from itertools import accumulate
+from math import ceil, exp, floor, log, sqrt
 from struct import pack
+from typing import Final
 
 import msgspec
-import numpy as np
-from numpy.typing import NDArray
 
 FLOATS_PER_RUN, FLOAT_BYTES = 4, 8
 RECENT_FLOATS = 1 << 14
-"""What is recorded is packed when it is so much, to take a quarter of the room."""
+"""What is recorded is packed when it is so much, to take a quarter of the room, and unpacked by so much."""
 EXACT_RUNS = 1 << 20
 """Runs of iterations kept exactly (32 MiB)."""
-EXACT_GAPS = 1 << 22
-"""Iterations of theirs that are looked at one by one, all at once (about 200 MB)."""
-PIECE = 1 << 18
-"""Iterations, about, that are folded at once."""
 BIN_RATIO = 1.0002
-"""Ratio of neighbouring bin edges: a percentile read from the histogram is within 1e-4 of the exact one."""
+"""Ratio of neighbouring bin edges: a percentile read from the bins alone is within 1e-4 of the exact one."""
+SORTED_RATIO = 1.002
+"""The same where a bin's gaps are sorted, which takes longer the more they are."""
+LEAST_S: Final = 1e-9
+MOST_S: Final = 1e6
+"""Gaps of the first bin and of the last: what is shorter or longer is in these, too."""
 
 
 class GapStatistics(msgspec.Struct, frozen=True):
-    """Count, mean, standard deviation and percentiles of all gaps, s; `exact` is False once bins were used."""
+    """Count, mean, standard deviation and percentiles of all gaps, s; `exact` is False where bins alone were kept."""
 
     count: int
     mean: float
@@ -39,24 +43,21 @@ class GapStatistics(msgspec.Struct, frozen=True):
 class GapCollector:
     """Collects runs of gaps: `count` gaps from `gap_s` on, each longer by `slope_s`, each for `weight` sequences."""
 
-    __slots__ = ("_bins", "_count", "_max_bytes", "_max_gaps", "_recent", "_runs", "_sum", "_sum_squares")
+    __slots__ = ("_bins", "_max_bytes", "_recent", "_runs")
 
-    def __init__(self, max_runs: int = EXACT_RUNS, max_gaps: int = EXACT_GAPS) -> None:
+    def __init__(self, max_runs: int = EXACT_RUNS) -> None:
         self._runs = bytearray()
         self._recent: list[float] = []
         self._max_bytes = FLOAT_BYTES * FLOATS_PER_RUN * max_runs
-        self._max_gaps = max_gaps
-        self._bins: dict[int, int] = {}
-        self._count = 0
-        self._sum = 0.0
-        self._sum_squares = 0.0
+        self._bins: _Bins | None = None
+        """What is not kept exactly."""
 
     def add(self, gap_s: float, slope_s: float, count: int, weight: int) -> None:
         """Record one run."""
         self._recent += (gap_s, slope_s, count, weight)
 
     def bound_memory(self) -> None:
-        """Fold what is recorded into bins if it is too much; call now and then."""
+        """Keep bins alone of what is recorded if it is too much; call now and then."""
         if len(self._recent) >= RECENT_FLOATS or len(self._recent) * FLOAT_BYTES >= self._max_bytes:
             self._pack()
             if len(self._runs) >= self._max_bytes:
@@ -67,80 +68,124 @@ class GapCollector:
         self._runs += pack(f"{len(self._recent)}d", *self._recent)
         self._recent.clear()
 
-    def _table(self) -> NDArray[np.float64]:
-        """What is recorded, a row a run."""
-        self._pack()
-        # A copy: the bytes could not grow while a view of them lives.
-        return np.frombuffer(self._runs).reshape(-1, FLOATS_PER_RUN).copy()
-
-    def _fold(self) -> None:
-        for runs in _pieces(self._table()):
-            values, weights = _expanded(runs)
-            self._count += int(weights.sum())
-            self._sum += float((values * weights).sum())
-            self._sum_squares += float((values * values * weights).sum())
-            bins = np.floor(np.log(np.maximum(values, 1e-12)) / np.log(BIN_RATIO)).astype(np.int64)
-            keys, inverse = np.unique(bins, return_inverse=True)
-            for key, weight in zip(keys.tolist(), np.bincount(inverse, weights).tolist(), strict=True):
-                self._bins[key] = self._bins.get(key, 0) + int(weight)
-        del self._runs[:]
+    def _fold(self) -> "_Bins":
+        if self._bins is None:
+            self._bins = _Bins(BIN_RATIO)
+        self._bins.add(self._runs)
+        self._runs.clear()
+        return self._bins
 
     def statistics(self, percentiles: tuple[float, ...]) -> GapStatistics | None:
         """Statistics over every gap recorded; percentiles interpolate linearly, as `numpy.percentile` does."""
-        runs = self._table()
-        exact = not self._bins and runs[:, 2].sum() <= self._max_gaps
+        self._pack()
+        exact = self._bins is None
         if exact:
-            values, weights = _expanded(runs)
-            count, total = int(weights.sum()), float((values * weights).sum())
+            bins = _Bins(SORTED_RATIO)
+            bins.add(self._runs)
         else:
-            del runs
-            self._fold()
-            keys = np.array(sorted(self._bins))
-            values = np.exp((keys + 0.5) * np.log(BIN_RATIO))
-            weights = np.array([self._bins[key] for key in keys.tolist()], dtype=np.int64)
-            count, total = self._count, self._sum
-        if not count:
+            bins = self._fold()
+        if not bins.count:
             return None
-        mean = total / count
-        if exact:
-            variance = float(((values - mean) ** 2 * weights).sum()) / count
-        else:
-            variance = max(0.0, self._sum_squares / count - mean * mean)
-        return GapStatistics(count, mean, sqrt(variance), weighted_percentiles(values, weights, percentiles), exact)
+        ranks = [percentile / 100.0 * (bins.count - 1.0) for percentile in percentiles]
+        found = bins.at([float(end) for rank in ranks for end in (floor(rank), ceil(rank))], self._runs)
+        mean, variance = bins.moments()
+        by_percentile = {
+            percentile: low_s + (high_s - low_s) * (rank - floor(rank))
+            for percentile, rank, low_s, high_s in zip(percentiles, ranks, found[::2], found[1::2], strict=True)
+        }
+        return GapStatistics(int(bins.count), mean, sqrt(variance), by_percentile, exact)
 
 
-def _expanded(runs: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-    """Gap values (s) of `runs` and their weights, one entry an iteration."""
-    counts = runs[:, 2].astype(np.int64)
-    first = np.repeat(np.cumsum(counts) - counts, counts)
-    position = np.arange(len(first), dtype=np.float64) - first
-    values: NDArray[np.float64] = np.repeat(runs[:, 0], counts) + np.repeat(runs[:, 1], counts) * position
-    return values, np.repeat(runs[:, 3].astype(np.int64), counts)
+class _Bins:
+    """How many gaps are in each bin, and sums over them."""
+
+    def __init__(self, ratio: float) -> None:
+        self._log_ratio = log(ratio)
+        self._last = int(log(MOST_S / LEAST_S) / self._log_ratio)
+        self._weights = [0.0] * (self._last + 1)
+        self.count = 0.0
+        self._about_s = self._off_s = self._off_squared = 0.0
+        """One of the gaps, and sums of what they are off it, s, and of its squares, s^2: these lose no digits."""
+
+    def _bin(self, gap_s: float) -> int:
+        if gap_s <= LEAST_S:
+            return 0
+        found = int(log(gap_s / LEAST_S) / self._log_ratio)
+        return found if found < self._last else self._last
+
+    def _cut(self, gap_s: float, slope_s: float, num: int) -> list[tuple[int, int, int]]:
+        """A run by bins: which one, and from which to before which of the run's gaps."""
+        found: list[tuple[int, int, int]] = []
+        begin = 0
+        while begin < num:
+            place, end = self._bin(gap_s + slope_s * begin), num
+            if slope_s and place < self._last:
+                # To rounding, as logarithms are.
+                edge_s = LEAST_S * exp((place + (slope_s > 0.0)) * self._log_ratio)
+                end = max(begin + 1, ceil(min(float(num), (edge_s - gap_s) / slope_s)))
+            found.append((place, begin, end))
+            begin = end
+        return found
+
+    def add(self, runs: bytearray) -> None:
+        """Count what was recorded."""
+        weights, count, off_s, off_squared = self._weights, self.count, self._off_s, self._off_squared
+        for row in _rows(runs):
+            if not count:
+                self._about_s = row[0]
+            about_s = self._about_s
+            for gap_s, slope_s, num, weight in zip(row[::4], row[1::4], row[2::4], row[3::4]):  # noqa: B905
+                first_off_s, own = gap_s - about_s, num * weight
+                count += own
+                off_s += first_off_s * own
+                off_squared += first_off_s * first_off_s * own
+                if num == 1.0:
+                    weights[self._bin(gap_s)] += weight
+                    continue
+                rise_s = slope_s * (num - 1.0) / 2.0 * own
+                off_s += rise_s
+                off_squared += rise_s * (2.0 * first_off_s + slope_s * (2.0 * num - 1.0) / 3.0)
+                for place, begin, end in self._cut(gap_s, slope_s, int(num)):
+                    weights[place] += weight * (end - begin)
+        self.count, self._off_s, self._off_squared = count, off_s, off_squared
+
+    def moments(self) -> tuple[float, float]:
+        """Mean, s, and variance, s^2."""
+        off_s = self._off_s / self.count
+        return self._about_s + off_s, max(0.0, self._off_squared / self.count - off_s * off_s)
+
+    def at(self, ranks: list[float], runs: bytearray) -> list[float]:
+        """The gaps that so many are before in order of length, s: of those in `runs`; the middle of a bin without."""
+        ends = list(accumulate(self._weights))
+        places = [bisect_right(ends, rank) for rank in ranks]
+        if not runs:
+            return [LEAST_S * exp((place + 0.5) * self._log_ratio) for place in places]
+        inside: list[dict[float, float] | None] = [None] * len(ends)
+        for place in places:
+            inside[place] = {}
+        for row in _rows(runs):
+            for gap_s, slope_s, num, weight in zip(row[::4], row[1::4], row[2::4], row[3::4]):  # noqa: B905
+                if num == 1.0:
+                    gaps = inside[self._bin(gap_s)]
+                    if gaps is not None:
+                        gaps[gap_s] = gaps.get(gap_s, 0.0) + weight
+                    continue
+                for place, begin, end in self._cut(gap_s, slope_s, int(num)):
+                    gaps = inside[place]
+                    if gaps is not None:
+                        for i in range(begin, end):
+                            next_s = gap_s + slope_s * i
+                            gaps[next_s] = gaps.get(next_s, 0.0) + weight
+        found: list[float] = []
+        for place, rank in zip(places, ranks, strict=True):
+            gaps = inside[place] or {}
+            own = sorted(gaps)
+            before = rank - (ends[place - 1] if place else 0.0)
+            found.append(own[bisect_right(list(accumulate([gaps[one_s] for one_s in own])), before)])
+        return found
 
 
-def _pieces(runs: NDArray[np.float64]) -> Iterator[NDArray[np.float64]]:
-    """`runs` in order, some at a time: of `PIECE` iterations, or of fewer than two runs."""
-    ends = np.cumsum(runs[:, 2])
-    begin = 0
-    while begin < len(runs):
-        done = ends[begin - 1] if begin else 0.0
-        end = max(begin + 1, int(np.searchsorted(ends, done + PIECE, "right")))
-        yield runs[begin:end]
-        begin = end
-
-
-def weighted_percentiles(
-    values: NDArray[np.float64], weights: NDArray[np.int64], percentiles: tuple[float, ...]
-) -> dict[float, float]:
-    """Percentiles of `values` repeated `weights` times, by linear interpolation, without repeating them."""
-    order = np.argsort(values, kind="stable")
-    ordered = values[order]
-    last = np.cumsum(weights[order]) - 1
-    result: dict[float, float] = {}
-    for percentile in percentiles:
-        rank = percentile / 100.0 * float(last[-1])
-        low = int(rank)
-        low_value = float(ordered[np.searchsorted(last, low)])
-        high_value = float(ordered[np.searchsorted(last, min(low + 1, int(last[-1])))])
-        result[percentile] = low_value + (high_value - low_value) * (rank - low)
-    return result
+def _rows(runs: bytearray) -> Iterator[list[float]]:
+    """What was recorded, some at a time: gap, slope, count and weight of each run, one after the other."""
+    for begin in range(0, len(runs), RECENT_FLOATS * FLOAT_BYTES):
+        yield array("d", bytes(runs[begin : begin + RECENT_FLOATS * FLOAT_BYTES])).tolist()

@@ -127,7 +127,7 @@ class Result(Struct, kw_only=True, frozen=True):
     """Inter-token latency, ms: each gap between two tokens of a request, of all requests together. None: no request has
     two tokens."""
     itl_percentiles: Literal["exact", "from bins, within 0.01 %"]
-    """`exact`, or `from bins, within 0.01 %` after a million runs of like iterations, or four million iterations."""
+    """`exact`, or `from bins, within 0.01 %` after a million runs of like iterations."""
 
     latency_parts: LatencyParts | UnsetType = UNSET
     """Where the mean end-to-end latency went, below. Absent: no time series was kept; a pipeline's batches overlap; a
