@@ -1,6 +1,7 @@
 """`kvtwin validate --against`: a simulation beside what a server's client measured of the same requests."""
 
 import argparse
+from array import array
 from pathlib import Path
 
 import msgspec
@@ -143,7 +144,7 @@ def measured_metrics(served: ServedRun, measured: Times) -> dict[str, float]:
     for name in ("ttft", "tpot", "itl", "e2el"):
         values = latencies.get(name)
         if values is not None and values.size:
-            known = summary(np.sort(values), name)
+            known = summary(array("d", values), name)
             found |= {key: value for s in STATISTICS if (value := known[key := f"{s}_{name}_ms"]) is not None}
     arrivals_s = np.array([request.arrival_s for request in served.requests])
     duration_s = float(np.max(arrivals_s + measured.e2el_s))

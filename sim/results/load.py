@@ -3,13 +3,10 @@
 from math import sqrt
 from typing import NamedTuple
 
-import numpy as np
 from msgspec import UNSET
-from numpy.typing import NDArray
 
 from sim.results.schema import Result
 
-Floats = NDArray[np.float64]
 KEPT_UP = 0.95
 """Share of the requests that came that must have ended for an engine to keep up."""
 NOISE = 3.0
@@ -28,10 +25,10 @@ class Overload(NamedTuple):
 
 def offered(result: Result) -> float | None:
     """Requests that came, 1/s between the first and the last; None of fewer than two, all at once, or not kept."""
-    arrival_s = _array(result.start_times)
-    if arrival_s.size < 2 or not (span_s := float(np.ptp(arrival_s))):
+    arrival_s = [] if result.start_times is UNSET else result.start_times
+    if len(arrival_s) < 2 or not (span_s := max(arrival_s) - min(arrival_s)):
         return None
-    return (arrival_s.size - 1) / span_s
+    return (len(arrival_s) - 1) / span_s
 
 
 def mean_decoding(result: Result) -> float | None:
@@ -48,33 +45,27 @@ def overload(result: Result) -> Overload | None:
     have not ended, than chance explains. The latter counts only if requests stay for less than a quarter of the
     arrivals on average: until then more come than end in any engine.
     """
-    if result.errors is UNSET:
+    came_s, queued_s, took_s, errors = result.start_times, result.queue_times, result.latencies, result.errors
+    if came_s is UNSET or queued_s is UNSET or took_s is UNSET or errors is UNSET:
         return None
-    completed = np.array([not error for error in result.errors], dtype=bool)
-    arrival_s, queue_s, e2el_s = (
-        _array(values)[completed] for values in (result.start_times, result.queue_times, result.latencies)
-    )
-    if not arrival_s.size or not (quarter_s := float(np.ptp(arrival_s)) / 4):
+    rows = [row[:3] for row in zip(came_s, queued_s, took_s, errors, strict=True) if not row[3]]
+    if not rows:
         return None
-    first_s, last_s = float(arrival_s.min()), float(arrival_s.max())
-    middle_s = (first_s + last_s) / 2
-    late = arrival_s > middle_s
-    num_arrived = int(late.sum())
-
-    def within(times_s: Floats) -> int:
-        return int(((times_s > middle_s) & (times_s <= last_s)).sum())
-
-    num_ended = within(arrival_s + e2el_s)
-    noise = NOISE * sqrt(num_arrived)
-    early = arrival_s <= first_s + quarter_s
-    is_steady = float(np.mean((e2el_s - queue_s)[early])) < quarter_s
-    behind = num_arrived - within(arrival_s + queue_s)
-    if is_steady and num_ended < KEPT_UP * num_arrived:
+    first_s, last_s = min(rows)[0], max(rows)[0]
+    middle_s, quarter_s = (first_s + last_s) / 2, (last_s - first_s) / 4
+    if not quarter_s:
+        return None
+    num_arrived = num_ended = num_scheduled = 0
+    early_s: list[float] = []
+    for arrival_s, queue_s, e2el_s in rows:
+        num_arrived += arrival_s > middle_s
+        num_ended += middle_s < arrival_s + e2el_s <= last_s
+        num_scheduled += middle_s < arrival_s + queue_s <= last_s
+        if arrival_s <= first_s + quarter_s:
+            early_s.append(e2el_s - queue_s)
+    behind = num_arrived - num_scheduled
+    if sum(early_s) / len(early_s) < quarter_s and num_ended < KEPT_UP * num_arrived:
         behind = max(behind, num_arrived - num_ended)
-    if behind <= noise:
+    if behind <= NOISE * sqrt(num_arrived):
         return None
     return Overload(num_arrived / (2 * quarter_s), num_ended / (2 * quarter_s))
-
-
-def _array(values: object) -> Floats:
-    return np.asarray(() if values is UNSET else values, dtype=np.float64)

@@ -6,26 +6,23 @@ for a request (`ToolCall`) is in its end-to-end latency alone, not in TPOT and I
 """
 
 import sys
+from array import array
 from collections import Counter
-from collections.abc import Iterator
-from math import nan, sqrt
-from struct import Struct
-from typing import IO, Any, Final, NamedTuple, Protocol
-
-import numpy as np
-from numpy.typing import NDArray
+from collections.abc import Sequence as Values
+from math import sqrt
+from operator import add
+from typing import Any, NamedTuple, Protocol
 
 from sim.cost.host import TIE_S
 from sim.engine.itl import GapStatistics
 from sim.engine.sequence import IGNORED, Sequence
+from sim.results.column import Column, in_order
 from sim.results.goodput import Goodput
 from traces.slos import SLOs
 
 PERCENTILES = (50.0, 90.0, 95.0, 99.0)
 ARRAY_LIMIT = 100_000
 """Past this many requests, result.json leaves the per-request arrays to the streamed table."""
-PIECE = 1 << 16
-"""Values that are worked on at once where all of them would be most of the run's memory."""
 LATENCIES = {
     "ttft": "Time to first token",
     "tpot": "Time per output token",
@@ -63,14 +60,8 @@ ENGINE_COLUMNS = {
 """What follows them where a run has several engines; the second only where some prefill for others."""
 
 
-COMPLETED: Final = Struct("=4df")
-COMPLETED_COLUMNS = np.dtype(
-    [*((name, "f8") for name in ("arrival_s", "ttft_s", "tpot_s", "e2el_s")), ("queue_s", "f4")]
-)
-"""What is kept of each request that completed, packed. Half precision would do for no percentile; single does for
-queueing, which vLLM's names do not include. TPOT is not a number where there was one token."""
-SPILL_BYTES = 1 << 25
-"""Of them that are kept in memory, so many; the rest is in a temporary file."""
+SPILL_REQUESTS = 1 << 20
+"""Of so many that completed figures are kept in memory; the rest is in temporary files."""
 
 
 class Attained(NamedTuple):
@@ -98,8 +89,9 @@ class EndedRequest(NamedTuple):
 
 
 class RequestLog:
-    """Counts, sums and what exact percentiles and the most in flight need: 36 bytes a request that completed, in a
-    temporary file beyond `SPILL_BYTES`.
+    """Counts, sums and what exact percentiles and the most in flight need: 36 bytes a request that completed, in
+    temporary files beyond `SPILL_REQUESTS`. Half precision would do for no percentile; single does for queueing, which
+    vLLM's names do not include.
 
     The rows of the table are kept beside them up to `ARRAY_LIMIT` requests.
     """
@@ -127,10 +119,9 @@ class RequestLog:
         self.output_tokens = 0
         self.first_arrival_s = float("inf")
         self.last_finish_s = 0.0
-        self._completed = bytearray()
-        self._spill_bytes = SPILL_BYTES
-        self._spilled: IO[bytes] | None = None
-        self._num_spilled = 0
+        self._arrival_s, self._ttft_s, self._tpot_s, self._e2el_s = (Column("d") for _ in range(4))
+        self._queue_s = Column("f")
+        self._spills_at = SPILL_REQUESTS
         self.rows: list[tuple[Any, ...]] | None = []
         """Those of the table, in order of their end; None past `ARRAY_LIMIT`."""
         self.errors: dict[int, str] = {}
@@ -140,67 +131,30 @@ class RequestLog:
         self.ended_at: Counter[int] = Counter()
         """Requests that ended at each of several engines."""
 
-    def _spill(self) -> None:
-        """Write what is kept to the file; where that cannot be, memory keeps all from now on."""
-        from tempfile import TemporaryFile  # noqa: PLC0415 - most runs are short
-
-        try:
-            if self._spilled is None:
-                self._spilled = TemporaryFile(buffering=0)  # noqa: SIM115 - it goes with the log
-            is_whole = self._spilled.write(self._completed) == len(self._completed)
-        except OSError:
-            is_whole = False
-        if is_whole:
-            self._num_spilled = self.completed
-            self._completed.clear()
-        else:
-            self._spill_bytes = sys.maxsize
-
-    def _pieces(self) -> Iterator[NDArray[Any]]:
-        """What is kept of those that completed, in order."""
-        if self._spilled is not None:
-            self._spilled.seek(0)
-        for begin in range(0, self._num_spilled, PIECE):
-            assert self._spilled is not None
-            size = COMPLETED.size * min(PIECE, self._num_spilled - begin)
-            yield np.frombuffer(self._spilled.read(size), COMPLETED_COLUMNS)
-        yield np.frombuffer(self._completed, COMPLETED_COLUMNS)
-
-    def _column(self, *names: str) -> NDArray[Any]:
-        """A column, or the sum of two, as an array of its own."""
-        found: NDArray[Any] = np.empty(self.completed, COMPLETED_COLUMNS[names[0]])
-        begin = 0
-        for piece in self._pieces():
-            part = piece[names[0]]
-            found[begin : begin + len(part)] = part + piece[names[1]] if names[1:] else part
-            begin += len(part)
-        return found
-
     @property
-    def arrival_s(self) -> NDArray[np.float64]:
+    def arrival_s(self) -> "array[float]":
         """Of the requests that completed, in order of their end, as the times below."""
-        return self._column("arrival_s")
+        return self._arrival_s.whole()
 
     @property
-    def queue_s(self) -> NDArray[np.float32]:
+    def queue_s(self) -> "array[float]":
         """From arrival until first scheduled."""
-        return self._column("queue_s")
+        return self._queue_s.whole()
 
     @property
-    def ttft_s(self) -> NDArray[np.float64]:
+    def ttft_s(self) -> "array[float]":
         """From arrival to the first token."""
-        return self._column("ttft_s")
+        return self._ttft_s.whole()
 
     @property
-    def tpot_s(self) -> NDArray[np.float64]:
+    def tpot_s(self) -> "array[float]":
         """Per output token after the first, of requests of two tokens or more."""
-        values = self._column("tpot_s")
-        return values[~np.isnan(values)]
+        return self._tpot_s.whole()
 
     @property
-    def e2el_s(self) -> NDArray[np.float64]:
+    def e2el_s(self) -> "array[float]":
         """From arrival to the last token."""
-        return self._column("e2el_s")
+        return self._e2el_s.whole()
 
     @property
     def ended(self) -> int:
@@ -228,14 +182,20 @@ class RequestLog:
             # A tool's time is not the engine's.
             tpot_s = (e2el_s - ttft_s - seq.tool_s) / (num_output - 1)
             self.tool_s += seq.tool_s
+            self._tpot_s.append(tpot_s)
         self.completed += 1
         self.prompt_tokens += prompt_tokens
         self.output_tokens += num_output
         if finish_s > self.last_finish_s:
             self.last_finish_s = finish_s
-        self._completed += COMPLETED.pack(arrival_s, ttft_s, tpot_s if num_output > 1 else nan, e2el_s, queue_s)
-        if len(self._completed) >= self._spill_bytes:
-            self._spill()
+        self._arrival_s.append(arrival_s)
+        self._ttft_s.append(ttft_s)
+        self._e2el_s.append(e2el_s)
+        self._queue_s.append(queue_s)
+        if self.completed >= self._spills_at:
+            columns = (self._arrival_s, self._ttft_s, self._tpot_s, self._e2el_s, self._queue_s)
+            has_room = all(column.spill() for column in columns)
+            self._spills_at = self.completed + SPILL_REQUESTS if has_room else sys.maxsize
         own = seq.request.slos
         slos = self.goodput if own is None else own
         good = slos is None or slos.met(ttft_s, tpot_s, e2el_s - seq.tool_s)
@@ -295,18 +255,14 @@ class RequestLog:
 
     def max_concurrent_requests(self) -> int:
         """Most of those completed that were in flight at once, from arrival up to their last token (as vLLM counts)."""
-        if not self.completed:
-            return 0
-        ends = self._column("arrival_s", "e2el_s")
-        ends.sort()
-        arrivals = self.arrival_s
-        arrivals.sort()
-        most = 1
-        for start in range(0, len(arrivals), PIECE):
-            piece = arrivals[start : start + PIECE]
+        ends_s = in_order(array("d", map(add, self.arrival_s, self.e2el_s)))
+        most, gone = min(1, self.completed), 0
+        for came, arrival_s in enumerate(in_order(self.arrival_s), 1):
             # A request that ends as another arrives is gone: at one boundary, which sums round differently.
-            gone = np.searchsorted(ends, piece + TIE_S, side="right")
-            most = max(most, int((np.arange(start + 1, start + 1 + len(piece)) - gone).max()))
+            while gone < came and ends_s[gone] <= arrival_s + TIE_S:
+                gone += 1
+            if came - gone > most:
+                most = came - gone
         return most
 
     def latencies(self) -> dict[str, float | None]:
@@ -336,28 +292,21 @@ def _named(latency: str, figures_s: list[float]) -> dict[str, float | None]:
     return {name: figure * 1e3 for name, figure in zip(names(latency), figures_s, strict=True)}
 
 
-def summary(values_s: NDArray[np.floating], name: str) -> dict[str, float | None]:
-    """Statistics of values in s, by `names`; None without any. Sorts them."""
-    if not values_s.size:
+def summary(values: "array[float]", name: str) -> dict[str, float | None]:
+    """Statistics of values in s, by `names`; None without any. May sort them."""
+    if not values:
         return dict.fromkeys(names(name))
-    values_s.sort()
+    values_s = in_order(values)
     percentiles = [sorted_percentile(values_s, p) for p in PERCENTILES]
-    mean = float(values_s.mean(dtype=np.float64))
-    return _named(name, [mean, percentiles[0], _std(values_s, mean), *percentiles])
+    mean, squares = sum(values_s) / len(values_s), 0.0
+    for value_s in values_s:
+        squares += (value_s - mean) * (value_s - mean)
+    return _named(name, [mean, percentiles[0], sqrt(squares / len(values_s)), *percentiles])
 
 
-def _std(values: NDArray[np.floating], mean: float) -> float:
-    """Standard deviation, in pieces."""
-    total = 0.0
-    for start in range(0, len(values), PIECE):
-        piece = values[start : start + PIECE].astype(np.float64) - mean
-        total += float((piece * piece).sum())
-    return sqrt(total / len(values))
-
-
-def sorted_percentile(values: NDArray[np.floating], percentile: float) -> float:
+def sorted_percentile(values: Values[float], percentile: float) -> float:
     """Percentile of sorted values by linear interpolation, as `numpy.percentile`."""
     rank = percentile / 100.0 * (len(values) - 1)
     low = int(rank)
     high = min(low + 1, len(values) - 1)
-    return float(values[low]) + (float(values[high]) - float(values[low])) * (rank - low)
+    return values[low] + (values[high] - values[low]) * (rank - low)

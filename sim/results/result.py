@@ -3,14 +3,13 @@
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, fields
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, repeat
 from math import inf
 from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-import numpy as np
 from msgspec import UNSET, Struct, UnsetType, structs
 
 from sim.cost.pricing import Lanes
@@ -416,14 +415,10 @@ def _check_options(scenario: object, path: Path) -> None:
 def write_series(folder: Path, series: Sequence[Series]) -> None:
     """Write the time series of the engines as CSV: of several with the engine's place, rows in order of time."""
     columns = list(series[0].columns)
-    pieces = [np.column_stack([np.frombuffer(c, dtype=np.float64) for c in one.columns.values()]) for one in series]
+    rows = [row for place, one in enumerate(series) for row in zip(*one.columns.values(), repeat(place))]
+    rows.sort(key=itemgetter(0))
     if len(series) > 1:
         columns.append("engine")
-        pieces = [np.column_stack([rows, np.full(len(rows), place)]) for place, rows in enumerate(pieces)]
-    rows = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
-    if len(pieces) > 1:
-        rows = rows[np.argsort(rows[:, 0], kind="stable")]
-    write_atomically(
-        folder / SERIES_FILE,
-        lambda file: np.savetxt(file, rows, delimiter=",", header=",".join(columns), comments="", fmt="%.9g"),
-    )
+    line = ",".join(["%.9g"] * len(columns)) + "\n"
+    lines = [",".join(columns) + "\n", *(line % row[: len(columns)] for row in rows)]
+    write_atomically(folder / SERIES_FILE, "".join(lines).encode())

@@ -115,7 +115,7 @@ def latency_parts(used: list[TimeUse], log: "RequestLog", *, split: bool) -> Lat
         return UNSET
     sums = [sum(getattr(one, name) for one in used) for name in ("prefill_s", "decode_s", "recompute_s", "passed_s")]
     copies_s, engine_s = (sum(getattr(one, name) for one in used) for name in ("copies_s", "engine_s"))
-    total_s, queue_s, tool_s = sum(log.e2el_s.tolist()), sum(log.queue_s.tolist()), log.tool_s
+    total_s, queue_s, tool_s = sum(log.e2el_s), sum(log.queue_s), log.tool_s
     away_s = total_s - queue_s - copies_s - engine_s - tool_s - sum(sums)
     prefill_s, decode_s, recompute_s, passed_s = (s / log.completed for s in sums)
     return LatencyParts(

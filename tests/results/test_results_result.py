@@ -150,9 +150,8 @@ def test_peaks_are_those_that_the_arrays_show(crowd):
     assert result["failed"] == result["ignored"] == np.sum(~done) == 1
 
 
-def log_of(*e2els_s, spill_bytes=metrics.SPILL_BYTES):
+def log_of(*e2els_s):
     log = metrics.RequestLog()
-    log._spill_bytes = spill_bytes
     for arrival_s, e2el_s in enumerate(e2els_s):
         seq = Sequence(Request(arrival_s, float(arrival_s), 1, 1))
         seq.num_generated, seq.first_scheduled_s, seq.first_token_s = arrival_s % 3 + 1, arrival_s, arrival_s
@@ -161,18 +160,28 @@ def log_of(*e2els_s, spill_bytes=metrics.SPILL_BYTES):
     return log
 
 
-@pytest.mark.parametrize(("room_bytes", "kept_bytes"), [(sys.maxsize, 108), (3 * 144, 684), (3 * 144 + 5, 684)])
-def test_a_log_that_spills_has_the_same_statistics(monkeypatch, room_bytes, kept_bytes):
-    """31 requests of 36 bytes, spilled by four; or by three times four, until the disk is full."""
-    monkeypatch.setattr(metrics, "PIECE", 5)
+@pytest.mark.parametrize(("room_bytes", "num_kept"), [(sys.maxsize, 3), (3 * 32, 19), (3 * 32 + 5, 19)])
+def test_a_log_that_spills_has_the_same_statistics(monkeypatch, room_bytes, num_kept):
+    """31 requests, spilled by four; or by three times four arrivals, until the disk is full."""
     monkeypatch.setattr("tempfile.TemporaryFile", lambda **_: Disk(room_bytes))
     e2els_s = np.random.default_rng(5).uniform(0.0, 9.0, 31).tolist()
-    spilling, whole = log_of(*e2els_s, spill_bytes=144), log_of(*e2els_s)
-    assert len(spilling._completed) == kept_bytes
+    whole = log_of(*e2els_s)
+    monkeypatch.setattr(metrics, "SPILL_REQUESTS", 4)
+    spilling = log_of(*e2els_s)
+    assert len(spilling._arrival_s._recent) == num_kept
     for name in ("arrival_s", "ttft_s", "tpot_s", "e2el_s", "queue_s"):
         assert getattr(spilling, name).tolist() == getattr(whole, name).tolist()
     assert spilling.latencies() == whole.latencies()
     assert spilling.max_concurrent_requests() == whole.max_concurrent_requests() > 1
+
+
+def test_many_values_are_sorted_as_few_are(monkeypatch):
+    """Of many numpy sorts them; single precision, too."""
+    e2els_s = np.random.default_rng(5).uniform(0.0, 9.0, 31).tolist()
+    few, in_flight = log_of(*e2els_s).latencies(), log_of(*e2els_s).max_concurrent_requests()
+    monkeypatch.setattr("sim.results.column.FEW", 30)
+    many = log_of(*e2els_s)
+    assert (many.latencies(), many.max_concurrent_requests()) == (few, in_flight)
 
 
 class Disk(io.BytesIO):
@@ -185,7 +194,7 @@ class Disk(io.BytesIO):
     def write(self, data):
         if self.tell() == self.room_bytes:
             raise OSError(errno.ENOSPC, "No space left on device")
-        return super().write(data[: self.room_bytes - self.tell()])
+        return super().write(bytes(data)[: self.room_bytes - self.tell()])
 
 
 def test_most_in_flight_does_not_depend_on_what_was_asked_before():

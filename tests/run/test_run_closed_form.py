@@ -41,7 +41,7 @@ def test_one_token_requests_one_at_a_time_queue_as_an_m_d_1() -> None:
     # A budget of one prompt: the usual one would batch what waits.
     one_each = limits(seqs=1, max_model_len=10, tokens=10)
     outcome = simulate(VllmRecompute(), arrivals, one_each, machine=machine, checked=False)
-    waited = outcome.log.queue_s
+    waited = np.array(outcome.log.queue_s)
     # Lindley's recursion: a request waits for what is left of the work before it.
     expected = [0.0]
     for before, after in pairwise(request.arrival_s for request in arrivals):
