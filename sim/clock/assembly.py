@@ -5,7 +5,7 @@ from copy import copy
 from functools import partial
 from typing import Any
 
-import simpy
+from simpy.core import Environment
 
 from sim.clock.arrivals import Arrivals
 from sim.clock.autoscaled import AutoscaledCluster
@@ -49,7 +49,7 @@ from sim.topology.routers import FewestWaitingTokens, LeastLoaded, PromptTrees, 
 BYTES_PER_S_IN_GBPS = 1e9 / 8
 
 
-def build_cluster(engines: list[EngineParts], env: simpy.Environment, arrivals: Arrivals, *, jump: bool) -> Cluster:
+def build_cluster(engines: list[EngineParts], env: Environment, arrivals: Arrivals, *, jump: bool) -> Cluster:
     """The engines, put together on the virtual clock."""
     setup = engines[0].setup
     scenario = setup.scenario
@@ -101,7 +101,7 @@ def _to_ranks(setup: Setup, router: Router, ranks: int) -> Router:
 
 def build_autoscaled(
     engines: list[EngineParts],
-    env: simpy.Environment,
+    env: Environment,
     arrivals: Arrivals,
     more: Callable[[], EngineParts],
     *,
@@ -193,7 +193,7 @@ def turns_of(member: Member) -> Callable[[float], int] | None:
     return None
 
 
-def _members(engines: list[EngineParts], env: simpy.Environment, arrivals: Arrivals, *, jump: bool) -> list[Member]:
+def _members(engines: list[EngineParts], env: Environment, arrivals: Arrivals, *, jump: bool) -> list[Member]:
     """Engines on the clock; of one with stages its virtual engines, which follow one another."""
     members: list[Member] = []
     pipeline: Pipeline | None = None

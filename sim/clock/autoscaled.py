@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from math import inf
 
-import simpy
+from simpy.core import Environment
 
 from sim.clock.arrivals import Arrivals
 from sim.clock.cluster import Cluster
@@ -41,7 +41,7 @@ class AutoscaledCluster(Cluster):
 
     def __init__(
         self,
-        env: simpy.Environment,
+        env: Environment,
         members: list[Member],
         arrivals: Arrivals,
         router: Router,

@@ -9,7 +9,8 @@ from collections.abc import Generator, Sequence
 from heapq import heappop, heappush
 from math import inf
 
-import simpy
+from simpy.core import Environment
+from simpy.events import Event
 
 from sim.clock.arrivals import TIE_S, Arrivals
 from sim.clock.hand_overs import HandOvers
@@ -30,7 +31,7 @@ class Cluster:
 
     def __init__(
         self,
-        env: simpy.Environment,
+        env: Environment,
         members: Sequence[Member],
         arrivals: Arrivals,
         router: Router,
@@ -50,7 +51,7 @@ class Cluster:
         self._heap: list[tuple[float, int]] = []
         self._settling: set[int] = set()
 
-    def serve(self) -> Generator[simpy.Event, None, None]:
+    def serve(self) -> Generator[Event, None, None]:
         """Serve until every request has ended."""
         env, arrivals, peek = self.env, self.arrivals, self.env.peek
         now_s = env.now

@@ -9,7 +9,8 @@ from heapq import heappop, heappush
 from math import inf
 from typing import Any
 
-import simpy
+from simpy.core import Environment
+from simpy.events import Event
 
 from sim.clock.arrivals import TIE_S, Arrivals, end_time_s
 from sim.cost.model import CostModel
@@ -29,7 +30,7 @@ class Instance:
 
     def __init__(
         self,
-        env: simpy.Environment,
+        env: Environment,
         engine: Engine,
         cost: CostModel,
         arrivals: Arrivals,
@@ -60,7 +61,7 @@ class Instance:
             self._log_end = engine.on_end
             engine.on_end = self._end
 
-    def serve(self) -> Generator[simpy.Event, None, None]:
+    def serve(self) -> Generator[Event, None, None]:
         """Serve until every request of the trace has ended.
 
         The process runs ahead of `env.now` as long as no other event is due before the end of an iteration: what
@@ -102,7 +103,7 @@ class Instance:
         if now_s > env.now:
             yield env.timeout(now_s - env.now)
 
-    def _serve_ahead(self) -> Generator[simpy.Event, None, None]:
+    def _serve_ahead(self) -> Generator[Event, None, None]:
         """Two iterations in flight: as one begins, the next is scheduled, with the arrivals known then.
 
         A plan is priced when it is made, so its tokens are counted at once; the sequences that end with them are told

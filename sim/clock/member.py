@@ -9,7 +9,7 @@ from collections.abc import Callable
 from heapq import heappop, heappush
 from math import inf
 
-import simpy
+from simpy.core import Environment
 
 from sim.clock.arrivals import TIE_S, Arrivals, end_time_s
 from sim.clock.instance import Instance, Observer
@@ -64,7 +64,7 @@ class Member(Instance):
 
     def __init__(
         self,
-        env: simpy.Environment,
+        env: Environment,
         engine: Engine,
         cost: CostModel,
         lanes: Lanes,

@@ -22,7 +22,6 @@ from sim.results.schema import Backend
 from sim.results.sections import Machine
 from sim.results.series import SAMPLE_LIMIT, Series
 from sim.run.prepare import Setup
-from sim.systems.sglang.options import SglangOptions
 
 if TYPE_CHECKING:
     from sim.clock.autoscaled import Lifetime
@@ -167,6 +166,8 @@ def _engines(setups: list[Setup], table: TableSink | None, keep: Recording) -> l
 
 def _share(engines: list[EngineParts]) -> None:
     """Let engines that have not begun share the files of the first, where they are to."""
+    from sim.systems.sglang.options import SglangOptions  # noqa: PLC0415 - one engine does without
+
     options = engines[0].setup.policy.options
     # Few runs have files.
     if options(OffloadOptions).storage_shared:

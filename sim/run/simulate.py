@@ -3,7 +3,8 @@
 from collections.abc import Callable, Generator, Iterable
 from math import inf
 
-import simpy
+from simpy.core import Environment
+from simpy.events import Event
 
 from sim.clock.instance import Instance
 from sim.results.metrics import TableSink
@@ -18,8 +19,8 @@ from traces.request import Request
 class SimulatedRun(Run, kw_only=True):
     """A run on the virtual clock."""
 
-    env: simpy.Environment
-    serve: Callable[[], Generator[simpy.Event, None, None]]
+    env: Environment
+    serve: Callable[[], Generator[Event, None, None]]
 
 
 NOTHING = Recording()
@@ -34,7 +35,7 @@ def build_run(
     jump: bool = True,
 ) -> SimulatedRun:
     """Put engines and what drives them together; `execute` sets it going."""
-    env, scenario = simpy.Environment(), setup.scenario
+    env, scenario = Environment(), setup.scenario
     front_end_s, s_per_token = setup.engine_profile.front_end() if setup.engine_profile else (0.0, 0.0)
     arrivals = arrivals_of(scenario, requests, front_end_s, s_per_token)
     engines = build_engines(setup, table, keep)
