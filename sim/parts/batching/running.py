@@ -79,8 +79,10 @@ class Running(Batching):
 
     def _longest_chunk(self) -> int:
         """Most tokens of one prompt in this step."""
+        if not self.threshold:
+            return self.budget
         requests = len(self.running) + len(self.order) + self.num_paused + self.scheduler.stage.num_pulling
-        if not self.threshold or requests <= 1:
+        if requests <= 1:
             return self.budget
         return max(self.threshold, self.budget // requests) if self.adaptive else self.threshold
 
