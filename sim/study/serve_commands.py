@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
-from sim.options.policies import options_of, parse_policy
+from sim.options.policies import options_of
 from sim.options.scenario import OF_WORKLOADS, READING, SHAPING, Scenario
 from sim.options.values import flag, option_fields
 from sim.parts.stage.speculative_options import SpeculativeOptions
 from sim.specs.models import HUB_IDS, load_model
-from sim.systems.base import Policy
+from sim.study.points import policy_of
 
 VLLM_VERSION = "0.33.0"
 """Whose decisions `vllm-v1` makes."""
@@ -50,18 +50,14 @@ def served_model(name: str) -> str:
 
 def is_sglang(options: Mapping[str, Any]) -> bool:
     """Whether the policy is SGLang's."""
-    return _policy(options).partition(":")[0] in ("sglang", "radix")
+    return policy_of(options)[1].name in ("sglang", "radix")
 
 
 def serves(options: Mapping[str, Any]) -> bool:
     """Whether there is a server of today with that policy, and which attends and drafts as asked."""
-    name, policy = _policy(options).partition(":")[0], _parsed(options)
+    policy = policy_of(options)[1]
     mixed = any(kind != "stage" or part not in SERVED_STAGES for kind, part in policy.mixed)
-    return name in ("vllm-v1", "sglang", "radix") and not mixed and not _unserved(options)
-
-
-def _parsed(options: Mapping[str, Any]) -> Policy:
-    return parse_policy(_policy(options), options)[1]
+    return policy.name in ("vllm-v1", "sglang", "radix") and not mixed and not _unserved(options)
 
 
 def _asked(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -71,7 +67,7 @@ def _asked(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """
     usual = {field.name: field.default for field in fields(Scenario)}
     asked = {name: options[name] for name in ENGINE if options.get(name, usual[name]) != usual[name]}
-    sglang, policy = is_sglang(options), _parsed(options)
+    sglang, policy = is_sglang(options), policy_of(options)[1]
     untold: set[str] = set(usual).difference(SGLANG_FLAGS) if sglang else {*UNTOLD_BY_VLLM}
     for option in options_of(type(policy)):
         value = getattr(policy, option.name)
@@ -99,7 +95,7 @@ def _unserved(options: Mapping[str, Any]) -> str:
 
 def _speculative_config(options: Mapping[str, Any]) -> dict[str, Any]:
     """vLLM's `--speculative-config`, empty where nothing drafts. Acceptance is the server's own: no rate is told."""
-    policy = _parsed(options)
+    policy = policy_of(options)[1]
     if not isinstance(policy, SpeculativeOptions) or policy.spec_method is None:
         return {}
     config: dict[str, Any] = {"method": policy.spec_method, "num_speculative_tokens": policy.spec_tokens}
@@ -125,7 +121,7 @@ def _left_open(options: Mapping[str, Any]) -> list[str]:
 def serve_commands(options: Mapping[str, Any]) -> list[str]:
     """The commands that start the deployment on one machine, comments among them."""
     if not serves(options):
-        return [f"# no server of today runs {_policy(options)}{_unserved(options)}: it is a paper's, or a mix"]
+        return [f"# no server of today runs {policy_of(options)[0]}{_unserved(options)}: it is a paper's, or a mix"]
     return [*_left_open(options), *_servers(options)]
 
 
@@ -139,14 +135,14 @@ def _servers(options: Mapping[str, Any]) -> list[str]:
     words = _vllm(options, tp)
     if count == 1:
         return [shlex.join(words)]
-    if load_model(options["model"]).moe is None and _router(options) != "prefix-affinity":
+    if load_model(options["model"]).moe is None and options.get("router") != "prefix-affinity":
         # vLLM's own balancer takes the engine with the fewest requests.
         return [shlex.join([*words, "--data-parallel-size", str(count)])]
     lines = [
         f"CUDA_VISIBLE_DEVICES={_devices(place * gpus, gpus)} {shlex.join([*words, '--port', str(PORT + 1 + place)])} &"
         for place in range(count)
     ]
-    policy = "cache_aware" if _router(options) == "prefix-affinity" else "power_of_two"
+    policy = "cache_aware" if options.get("router") == "prefix-affinity" else "power_of_two"
     urls = [f"http://localhost:{PORT + 1 + place}" for place in range(count)]
     return [*lines, shlex.join(["vllm-router", "--policy", policy, "--port", str(PORT), "--worker-urls", *urls])]
 
@@ -290,15 +286,6 @@ spec:
 def _yaml(word: str) -> str:
     """A word in single quotes, which YAML takes as it is."""
     return "'" + word.replace("'", "''") + "'"
-
-
-def _policy(options: Mapping[str, Any]) -> str:
-    policy = options.get("policy", "vllm-v1")
-    return policy if isinstance(policy, str) else policy[0]
-
-
-def _router(options: Mapping[str, Any]) -> str | None:
-    return options.get("router")
 
 
 def _gpus(options: Mapping[str, Any], tp: int) -> int:

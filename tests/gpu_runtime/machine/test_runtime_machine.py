@@ -180,9 +180,7 @@ def test_more_ranks_than_there_are_gpus_are_refused(monkeypatch):
         check_gpus(3, "cuda")
 
 
-def test_another_device_is_refused(monkeypatch):
-    with pytest.raises(UserError, match="--device: 'tpu' is not known: use cuda or cpu"):
-        check_device("tpu")
+def test_free_memory_of_a_gpu_is_what_the_driver_says(monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (7, 80))
     assert free_bytes("cuda") == 7
 
