@@ -13,14 +13,14 @@ are (`sim.cost.all2all`). So an iteration lasts
   of other GPUs' experts are passed over, but the weighted sum reads a result for each.
 - **Where no such kernel was timed**, experts are products like others, at their rates.
 - An all-gather of B bytes is (G-1) steps of the ring, half of what an all-reduce of B has, and a reduce-scatter the
-  other half; as measured where the profile has points of G GPUs.
+  other half; as measured where the profile has points of G GPUs. Between nodes it takes as long as links need at least.
 
 By itself the model prices an iteration as if all ranks had the same; `set_together` says what they have.
 """
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from math import sqrt
+from math import ceil, sqrt
 
 from sim.cost.all2all import DeepEP
 from sim.cost.kernels import Grid, grid_of, value_at
@@ -28,13 +28,15 @@ from sim.cost.model import ACTIVATION_BYTES, ridge
 from sim.cost.profile import EXPERT_UNITS, Profile, product_name
 from sim.cost.roofline import RooflineCost
 from sim.engine.plan import IterationPlan
-from sim.specs.expert_layout import ALL_GATHER, ExpertLayout
+from sim.specs.expert_layout import ALL_GATHER, GPUS_OF_A_NODE, ExpertLayout
 from sim.specs.expert_loads import ExpertLoads
 from sim.specs.hardware import HardwareSpec
 from sim.specs.models import ModelSpec
 
 CHOICE_BYTES = 8
 """Of a token's choice of an expert that is sent with it: its number and its weight."""
+LINK_BYTES_PER_S = 47e9
+"""Between nodes, of each GPU (an assumption): what DeepEP reaches over 400 Gbit/s (`sim/cost/deepep.json`)."""
 KNOWN_TOKENS = sorted({round(2 ** (i / 4)) for i in range(80)})
 """Tokens for which the slowest GPU is drawn; between them its seconds are interpolated."""
 
@@ -91,6 +93,10 @@ class SpreadExpertsCost(RooflineCost):
         points = [(found or {}).get(str(ranks)) for found in (profile.all_gather, profile.reduce_scatter)]
         self.exchange_grids = [grid_of(found) if found else None for found in points]
         self.exchange_s_per_byte = (ranks - 1) / ranks / value("allreduce_bytes_per_s")
+        # A node's links bring what others have; without expert parallelism to each of a rank's GPUs by itself.
+        nodes = ceil(layout.gpus / GPUS_OF_A_NODE)
+        node_bytes_per_s = GPUS_OF_A_NODE * LINK_BYTES_PER_S / (1 if layout.expert_parallel else layout.tp)
+        self.exchange_s_per_byte = max(self.exchange_s_per_byte, (1 - 1 / nodes) / node_bytes_per_s)
         self.exchange_fixed_s = value("allreduce_launch_s") + (ranks - 1) * value("allreduce_latency_s")
         self.exchange_chunk_s = value("allreduce_chunk_s")
 

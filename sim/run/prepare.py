@@ -463,8 +463,7 @@ def _experts(
         )
     if ranks > 1 and gpus > GPUS_OF_A_NODE and decode == ALL_GATHER:
         warnings.append(
-            f"experts of {gpus} GPUs: collectives between nodes are priced as within one: 400 Gbit/s a GPU carry as "
-            "much, and latency of the network is left out"
+            f"experts of {gpus} GPUs: between nodes are links of 400 Gbit/s a GPU (assumed); their latency is left out"
         )
     skew = scenario.expert_skew or 0.0
     return ExpertLayout(scenario.tp, ranks, is_parallel, skew, scenario.seed, decode, prefill)

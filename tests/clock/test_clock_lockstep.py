@@ -30,9 +30,9 @@ AHEAD, SERIAL = "vllm-v1", "vllm-v1:async-scheduling=false"
 SGLANG = "sglang:enable-dp-attention=true"
 
 
-def cost_of(**layout):
+def cost_of(gpu=GPU, **layout):
     return SpreadExpertsCost(
-        load_model(MODEL), load_hardware(GPU), load_profile(f"{GPU}-imported"), ExpertLayout(**layout)
+        load_model(MODEL), load_hardware(gpu), load_profile(f"{gpu}-imported"), ExpertLayout(**layout)
     )
 
 
@@ -55,6 +55,17 @@ def test_shares_of_experts_cost_what_they_do_in_a_group_and_the_exchange_by_hand
         exchanged_s += 2 * (profile.value("allreduce_chunk_s") * moved_s) ** 0.5
     assert cost.exchange_s(128) == pytest.approx(48 * exchanged_s)
     assert cost.experts_s(64) == pytest.approx(group.experts_s(128) + 48 * exchanged_s)
+
+
+def test_between_nodes_links_may_be_what_a_collective_waits_for():
+    """Of 32 B200 each node of eight gets three quarters of all bytes over eight links of 47 GB/s."""
+    within_s, links_s = (31 / 32 / load_profile("b200-imported").value("allreduce_bytes_per_s"), 3 / 4 / (8 * 47e9))
+    assert links_s > within_s
+    assert cost_of("b200", ranks=32).exchange_s_per_byte == pytest.approx(links_s)
+    # Two GPUs of a rank gather everything each, unless experts are parallel: vLLM then gathers once for all.
+    assert cost_of("b200", ranks=16, tp=2).exchange_s_per_byte == pytest.approx(2 * links_s)
+    assert cost_of("b200", ranks=16, tp=2, expert_parallel=True).exchange_s_per_byte == pytest.approx(links_s)
+    assert cost_of("b200", ranks=8).exchange_s_per_byte < within_s
 
 
 def test_whole_experts_by_hand_and_the_slowest_gpu():
