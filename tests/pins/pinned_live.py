@@ -6,11 +6,13 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
 from functools import cache, partial
+from itertools import product
 from typing import Any
 from unittest.mock import patch
 
 import torch
 from pinned import ROOT, Answers, Table, short
+from pinned_traces import GONE, ODD, changed, places
 
 sys.path.insert(0, str(ROOT / "tests/gpu_runtime"))
 
@@ -23,7 +25,9 @@ from gpu_runtime.instance import LiveInstance
 from gpu_runtime.kv.pool import KVPool
 from gpu_runtime.machine import live_memory
 from gpu_runtime.machine.live_memory import fit_to_machine
+from gpu_runtime.model.sampling import Sampling
 from gpu_runtime.serve import reply, server
+from gpu_runtime.serve.request import NEUTRAL, Refused, read_ask
 from kvtwin.testing import linear_machine, requests
 from kvtwin.testing.engines import build_engine
 from kvtwin.testing.live import ALIKE, GROWING, SMALL, CheckedDevice, alike, build_device, small_decoder, tight_limits
@@ -329,7 +333,40 @@ def answer(name: str) -> Answers:
         return {"said": [short(line, 300) for line in asyncio.run(SERVED[name]())]}
 
 
+BODIES: dict[str, dict[str, Any]] = {
+    "a completion": {
+        "model": "a/b", "prompt": ["hey", [1, 2]], "max_tokens": 9, "n": 2, "stop": ["x", "y"], "stop_token_ids": [4],
+        "min_tokens": 1, "seed": 5,
+    },
+    "a chat": {
+        "messages": [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}], "stream": True,
+        "stream_options": {"include_usage": True}, "temperature": 0.5, "top_p": 0.9, "top_k": 5, "min_p": 0.1,
+        "max_completion_tokens": 7, "chat_template_kwargs": {"thinking": True}, "add_generation_prompt": True,
+    },
+}  # fmt: skip
+MORE = (
+    "ignore_eos", "return_token_ids", "add_special_tokens", "continue_final_message", "add_generation_prompt", *NEUTRAL
+)  # fmt: skip
+VALUES = (*ODD, 0, 1, 2, 2.5, 1 << 63, -(1 << 63) - 1, False, "", {}, ["a"] * 17, {"type": "text"})
+
+
+def bodies(name: str) -> Iterator[str]:
+    """What bodies of requests ask for, or how they are refused, with each of their values gone or another."""
+    body = BODIES[name]
+    cases = product(places(body), (GONE, *VALUES))
+    found = [(at, value, changed(body, at, value)) for at, value in cases]
+    found += [((field,), value, {**body, field: value}) for field, value in product(MORE, VALUES)]
+    for at, value, asked in found:
+        try:
+            text = json.dumps(asked).encode()
+            answer = str(read_ask(text, chat=name == "a chat", default=Sampling(), text_of=str))
+        except Refused as error:
+            answer = f"{error.status} {error.param} {error.message}"
+        yield f"{list(at)} {'gone' if value is GONE else repr(value)[:30]}: {short(answer, 400)}"
+
+
 TABLES = {
+    "live bodies": Table([*BODIES], lambda name: {"asked": [*bodies(name)]}),
     "live moves": Table([*CROWDED, *(f"{variant} caching" for variant in CACHING)], move),
     "live fits": Table([*FITS, "refused"], fit),
     "live answers": Table([*SERVED], answer),
