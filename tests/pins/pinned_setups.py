@@ -206,7 +206,9 @@ def of_servers(label: str) -> Answers:
     """How servers are started that do what was simulated, as commands and for Kubernetes; and the run's own command."""
     found = list[str]()
     for policy in SERVED:
-        options = {"model": "llama-2-7b", "gpu": "h100", "policy": policy, **ENGINES[label], **WORKLOAD}
+        # A scenario has a list of policies.
+        named = [policy] if label == "several" else policy
+        options = {"model": "llama-2-7b", "gpu": "h100", "policy": named, **ENGINES[label], **WORKLOAD}
         for of in (serve_commands, manifest):
             answer = attempt(of, options)
             lines = answer.splitlines() if isinstance(answer, str) else answer or [None]
