@@ -34,6 +34,7 @@ SGLANG_FLAGS = {
     "max_num_batched_tokens": "--chunked-prefill-size", "max_num_seqs": "--max-running-requests",
     "max_model_len": "--context-length", "block_size": "--page-size", "pipeline_parallel_size": "--pp-size",
     "dtype": "--dtype", "quantization": "--quantization", "kv_cache_dtype": "--kv-cache-dtype",
+    "data_parallel_size": "--dp-size",
 }  # fmt: skip
 """Options of ours that SGLang's server calls otherwise."""
 UNTOLD_BY_SGLANG = ("max_new_tokens", "ignore_eos", "lpm_longest")
@@ -181,8 +182,11 @@ def _vllm(options: Mapping[str, Any], tp: int) -> list[str]:
 
 def _sglang(options: Mapping[str, Any], tp: int, count: int) -> list[str]:
     words = ["python", "-m", "sglang.launch_server", "--model-path", served_model(options["model"])]
-    words += ["--tp", str(tp)] * (tp > 1) + ["--dp", str(count)] * (count > 1)
     told = _asked(options)[0]
+    if "--enable-dp-attention" in told:
+        # SGLang counts the GPUs of all ranks.
+        tp *= options.get("data_parallel_size") or 1
+    words += ["--tp", str(tp)] * (tp > 1) + ["--dp", str(count)] * (count > 1)
     if told.get("--kv-cache-dtype") == "fp8":
         told["--kv-cache-dtype"] = "fp8_e4m3"
     return words + _words(told)

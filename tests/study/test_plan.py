@@ -334,6 +334,18 @@ def test_the_commands_that_serve_say_what_the_deployment_does():
         "python -m sglang.launch_server --model-path Qwen/Qwen3-32B --tp 2 --dp 2 --chunked-prefill-size 4096 "
         "--kv-cache-dtype fp8_e4m3"
     ]
+    ranks = {"model": "deepseek-v3", "tp": 2, "data_parallel_size": 4}
+    deepep = "sglang:enable-dp-attention=true,moe-a2a-backend=deepep"
+    assert serve_commands({**ranks, "policy": deepep}) == [
+        "python -m sglang.launch_server --model-path deepseek-ai/DeepSeek-V3 --tp 8 --dp-size 4 --enable-dp-attention "
+        "--moe-a2a-backend deepep"
+    ]
+    uneven = {"pipeline_parallel_size": 2, "pp_layer_partition": "30,31", "enable_expert_parallel": True}
+    assert serve_commands({**ranks, **uneven, "all2all_backend": "deepep_low_latency"}) == [
+        "env VLLM_PP_LAYER_PARTITION=30,31 vllm serve deepseek-ai/DeepSeek-V3 --tensor-parallel-size 2 "
+        "--pipeline-parallel-size 2 --data-parallel-size 4 --enable-expert-parallel "
+        "--all2all-backend deepep_low_latency"
+    ]
     assert serve_commands({**BASE, "policy": "layerkv"})[0].startswith("# no server of today runs layerkv")
 
 
