@@ -49,7 +49,9 @@ def _drawn(requests: Sequence[Request], span_s: float, block_s: float, seed: int
         taken[place] += 1
         for request in blocks[place]:
             again = _renamed(request, copy, apart, shared) if copy else request
-            yield again._replace(request_id=next(number), arrival_s=slot * length_s + request.arrival_s)
+            # Nor behind the next one's begin, which rounds by itself.
+            at_s = min(slot * length_s + request.arrival_s, (slot + 1) * length_s)
+            yield again._replace(request_id=next(number), arrival_s=at_s)
 
 
 def _names(block: Iterable[Request]) -> set[int | str]:

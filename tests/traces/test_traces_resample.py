@@ -3,7 +3,7 @@
 from itertools import islice, pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from traces.errors import TraceError
@@ -15,6 +15,7 @@ def trace(arrivals_s):
     return [Request(i, at_s, 10 + i, 5) for i, at_s in enumerate(sorted(arrivals_s))]
 
 
+@example([0.0, 546.1771355938619, 6007.948491532481], 0, 986.632543467347)  # 5 L + L is beyond 6 L, once rounded
 @given(st.lists(st.floats(0.0, 1e4), min_size=2, max_size=40, unique=True), st.integers(0, 9), st.floats(1.0, 1e3))
 def test_arrivals_are_in_order_and_requests_are_the_traces_own(arrivals_s, seed, block_s):
     requests = trace(arrivals_s)
