@@ -19,6 +19,7 @@ sys.path.insert(0, str(ROOT / "tests/specs"))
 import test_cost_table as table
 import test_specs_hf_config as hf
 
+from gpu_runtime.model.config import DecoderConfig
 from sim.bounds.step_price import step_prices
 from sim.cost.engine_profile import load_engine_profile
 from sim.cost.forms import build_cost
@@ -124,6 +125,29 @@ def written(kind: str) -> Iterator[str]:
             found = answer_of(lambda _: read(str(file)), 1)
             answer = found if isinstance(found, str) else f"taken {digest(repr(found).replace(folder, ''))}"
             yield f"{list(at)} {'gone' if value is GONE else repr(value)[:20]}: {answer}".replace(folder, "FOLDER")
+
+
+ROPE = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+WHOLE: dict[str, dict[str, object]] = {
+    "dense": {"rope_scaling": {**ROPE, "original_max_position_embeddings": 64}, "hidden_act": "silu"},
+    "experts": {"num_experts": 6, "head_dim": 16, "rms_norm_eps": 1e-6, "norm_topk_prob": True, "rope_scaling": None},
+}
+"""What a decoder needs beside what sizes do."""
+
+
+def odd_configs(kind: str) -> Iterator[str]:
+    """What a config is read as with each of its values gone or another: its sizes, and the decoder that computes it."""
+    config = {**CONFIGS[kind][0], **WHOLE.get(kind, {})}
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "a-model.json"
+        for at, value in product(places(config), (GONE, *ODD, 0, 1, 2.5, False)):
+            path.write_text(json.dumps(changed(config, at, value)))
+            words = f"{list(at)} {'gone' if value is GONE else repr(value)[:20]}"
+            for read in (load_model, DecoderConfig.from_hf):
+                answer = answer_of(lambda _, read=read: read(str(path)), 1)
+                yield f"{words}: {answer if isinstance(answer, str) else digest(repr(answer))}".replace(
+                    folder, "FOLDER"
+                )
 
 
 def answer_of(method, tp: int) -> object:
@@ -251,6 +275,7 @@ def ranks(cost: SpreadExpertsCost) -> Iterator[str]:
 
 TABLES = {
     "models": Table(built_in_models(), lambda name: {"sizes": [*sizes(name)], "pools": [*pools(name)]}),
+    "odd configs": Table(list(CONFIGS), lambda name: {"read": [*odd_configs(name)]}),
     "files": Table(list(READERS), lambda name: {"read": [*written(name)]}),
     "configs": Table(list(CONFIGS), lambda name: {"read": [*configs(name)]}),
     "prices": Table(list(costs()), lambda name: {"prices": [*prices(name)]}),
