@@ -6,7 +6,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from copy import deepcopy
-from itertools import product
+from itertools import islice, product
 from typing import Any
 
 from odd_traces import FILE, HEADERS, NAMED, ROWS, TIMES, TOKENS, USUAL, files, lax, read, text_of, told
@@ -19,6 +19,7 @@ import test_traces_served as served
 
 from traces.generators import generate
 from traces.readers import FORMATS
+from traces.resample import resample
 from traces.served import read_served
 from traces.workloads import WORKLOADS
 
@@ -107,9 +108,16 @@ def ask_read(name: str) -> Answers:
     return found | ({"names": in_folder(naming)} if name == "kvtwin" else {})
 
 
+def again(name: str, block_s: float, seed: int) -> list[object]:
+    """The first requests of traffic like a workload's, drawn in blocks."""
+    like = resample([*generate(name, num_prompts=30, request_rate=3.0)], block_s, seed)
+    return [request[:] for request in islice(like, 70)]
+
+
 def ask_made(name: str) -> Answers:
-    """Requests of a workload, by its options."""
-    return {"made": [f"{given}: {told(generated, name, **given)}" for given in OPTIONS[name]]}
+    """Requests of a workload, by its options, and of traffic like it."""
+    drawn = [f"{case}: {told(again, name, *case)}" for case in ((2.0, 0), (2.0, 1), (11.5, 2), (1e6, 3), (1.0, -1))]
+    return {"made": [f"{given}: {told(generated, name, **given)}" for given in OPTIONS[name]], "again": drawn}
 
 
 CLIENTS: dict[str, Any] = {**clients.FILES, "vllm-bench": [served.RESULT]}
