@@ -104,8 +104,9 @@ class _Bins:
         self._last = int(log(MOST_S / LEAST_S) / self._log_ratio)
         self._weights = [0.0] * (self._last + 1)
         self.count = 0.0
-        self._about_s = self._off_s = self._off_squared = 0.0
-        """One of the gaps, and sums of what they are off it, s, and of its squares, s^2: these lose no digits."""
+        self._about_s: float | None = None
+        """One of the gaps: sums of what they are off it, s, and of its squares, s^2, lose no digits."""
+        self._off_s = self._off_squared = 0.0
 
     def _bin(self, gap_s: float) -> int:
         if gap_s <= LEAST_S:
@@ -131,7 +132,7 @@ class _Bins:
         """Count what was recorded."""
         weights, count, off_s, off_squared = self._weights, self.count, self._off_s, self._off_squared
         for row in _rows(runs):
-            if not count:
+            if self._about_s is None:
                 self._about_s = row[0]
             about_s = self._about_s
             for gap_s, slope_s, num, weight in zip(row[::4], row[1::4], row[2::4], row[3::4]):  # noqa: B905
@@ -152,7 +153,7 @@ class _Bins:
     def moments(self) -> tuple[float, float]:
         """Mean, s, and variance, s^2."""
         off_s = self._off_s / self.count
-        return self._about_s + off_s, max(0.0, self._off_squared / self.count - off_s * off_s)
+        return (self._about_s or 0.0) + off_s, max(0.0, self._off_squared / self.count - off_s * off_s)
 
     def at(self, ranks: list[float], runs: bytearray) -> list[float]:
         """The gaps that so many are before in order of length, s: of those in `runs`; the middle of a bin without."""

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Protocol
 from sim.cost.host import TIE_S
 from sim.engine.itl import GapStatistics
 from sim.engine.sequence import IGNORED, Sequence
-from sim.results.column import Column, in_order
+from sim.results.column import FEW, Column, in_order
 from sim.results.goodput import Goodput
 from traces.slos import SLOs
 
@@ -255,9 +255,12 @@ class RequestLog:
 
     def max_concurrent_requests(self) -> int:
         """Most of those completed that were in flight at once, from arrival up to their last token (as vLLM counts)."""
-        ends_s = in_order(array("d", map(add, self.arrival_s, self.e2el_s)))
-        most, gone = min(1, self.completed), 0
-        for came, arrival_s in enumerate(in_order(self.arrival_s), 1):
+        arrivals, ends = self.arrival_s, self.e2el_s
+        for begin in range(0, len(ends), FEW):
+            piece = slice(begin, begin + FEW)
+            ends[piece] = array("d", map(add, arrivals[piece], ends[piece]))
+        ends_s, most, gone = in_order(ends), min(1, self.completed), 0
+        for came, arrival_s in enumerate(in_order(arrivals), 1):
             # A request that ends as another arrives is gone: at one boundary, which sums round differently.
             while gone < came and ends_s[gone] <= arrival_s + TIE_S:
                 gone += 1

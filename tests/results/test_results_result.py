@@ -179,7 +179,8 @@ def test_many_values_are_sorted_as_few_are(monkeypatch):
     """Of many numpy sorts them; single precision, too."""
     e2els_s = np.random.default_rng(5).uniform(0.0, 9.0, 31).tolist()
     few, in_flight = log_of(*e2els_s).latencies(), log_of(*e2els_s).max_concurrent_requests()
-    monkeypatch.setattr("sim.results.column.FEW", 30)
+    for user in ("column", "metrics"):
+        monkeypatch.setattr(f"sim.results.{user}.FEW", 30)
     many = log_of(*e2els_s)
     assert (many.latencies(), many.max_concurrent_requests()) == (few, in_flight)
 
