@@ -270,7 +270,7 @@ def ranks(cost: SpreadExpertsCost) -> Iterator[str]:
         yield f"{one} beside {other} = {rounded(others_s)}, later {rounded(cost.iteration_s(plans[one]))}"
         cost.others_s = 0.0
     for tokens in (0, 1, 30, 33, 5000, 10**7):
-        yield f"experts over {tokens} = {rounded((cost.experts_s(tokens), cost.spread_s(tokens)))}"
+        yield f"experts over {tokens} = {rounded((cost.experts_s(tokens), cost.spread_s(tokens, tokens)))}"
 
 
 TABLES = {
