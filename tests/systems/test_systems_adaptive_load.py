@@ -177,3 +177,21 @@ def test_seats_are_made_free_for_as_many_prompts_as_a_chunk_has():
         request_rate=40.0, seed=3, goodput=("ttft:3000", "tpot:100"),
     )  # fmt: skip
     assert good_of(scenario) >= 500
+
+
+def test_a_deferred_prompt_is_cut_no_finer_than_its_first_token_allows():
+    """Most were deferred, started in time and got their first token a little late: 107 of 250 were good."""
+    scenario = Scenario(
+        model="llama-2-7b", gpu="l20", workload="uniform", input_len=2000, output_len=500, num_prompts=250,
+        request_rate=1.2, seed=3, goodput=("ttft:550", "tpot:90"),
+    )  # fmt: skip
+    assert good_of(scenario) >= 120
+
+
+def test_what_little_time_there_is_for_prompts_is_beside_the_decodes():
+    """Chunks of 128 tokens went alone, as larger ones should, and each read the weights: 786 of 1,000 were good."""
+    scenario = Scenario(
+        model="qwen3-32b", gpu="h200", workload="uniform", input_len=100, output_len=300, num_prompts=1000,
+        request_rate=50.0, seed=3, goodput=("ttft:7000", "tpot:90"),
+    )  # fmt: skip
+    assert good_of(scenario) >= 810

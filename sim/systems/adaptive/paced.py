@@ -6,13 +6,14 @@ Every sequence that decodes takes a token first. Of the token budget, prompts ge
 
 at least `LEAST_CHUNK`: larger chunks would only lengthen the iterations of all. A deferred prompt (`Triage`) starts
 when none that is kept waits or is parked and no prompt is half done, in chunks `DEFERRED_AHEAD` times those in which
-prompts spread evenly over the decodes. A hopeless one also leaves half of the blocks, the seats and the decodes' time
-free for those to come. A prompt takes all its blocks when it starts. None starts whose first token would be late,
-behind the iteration under way and other chunks.
+prompts spread evenly over the decodes, or as large as its first token needs. A hopeless one also leaves half of the
+blocks, the seats and the decodes' time free for those to come. A prompt takes all its blocks when it starts. None that
+is kept starts whose first token would be late, behind the iteration under way and other chunks.
 
 Prompts never take more than the pace of the decodes leaves them (`pace`): those that would be late for it do not start.
 
-Where decodes cost more beside a chunk than after it (kernels that compute tiles of rows), the chunk goes alone.
+Where decodes cost more beside a chunk than after it (kernels that compute tiles of rows), the chunk goes alone; not
+where time is left for so few of its tokens that they cost less beside them.
 """
 
 from math import ceil, inf
@@ -24,7 +25,7 @@ from sim.parts.batching.unified import Unified
 from sim.parts.batching.unified_options import VllmV1Options
 from sim.parts.needs import Need
 from sim.systems.adaptive.park import Park
-from sim.systems.adaptive.triage import Triage
+from sim.systems.adaptive.triage import FIRST_ITERATIONS, PREFILL_MARGIN, Triage
 from traces.request import Request
 
 if TYPE_CHECKING:
@@ -95,8 +96,10 @@ class Paced(Unified):
             self.budget = self.limit
             if members:
                 wanted = min(self._chunk(now_s), self.limit)
-                alone = wanted > 0 and self._added_s(wanted) > self._alone_s(wanted)
+                alone = self._is_cheaper_alone(wanted)
                 chunk = self._in_time(wanted, alone=alone)
+                if alone and 0 < chunk < wanted and not self._is_cheaper_alone(chunk):
+                    alone, chunk = False, self._in_time(wanted, alone=False)
                 self._alone, self._held = alone and chunk > 0, chunk < wanted
                 self.budget = chunk if self._alone else min(self.limit, members + chunk)
                 while late := self._late(self.budget if self._alone else self.budget - members, now_s):
@@ -136,7 +139,12 @@ class Paced(Unified):
         """Prompt tokens of this iteration."""
         order, pending = self.triage, self.pending()
         if not pending:
-            return max(self._worth, LEAST_DEFERRED_CHUNK, ceil(DEFERRED_AHEAD * order.tokens_per_iteration))
+            seq = next(iter(self.partials), None) or order.head()
+            # What `Triage.laxity_s` counts on.
+            left_s = order.first_due_s(seq) - now_s - FIRST_ITERATIONS * order.iteration_s()
+            rate = PREFILL_MARGIN * (seq.num_tokens - seq.num_computed) / left_s if left_s > 0.0 else 0.0
+            even = ceil(DEFERRED_AHEAD * order.tokens_per_iteration)
+            return max(self._worth, LEAST_DEFERRED_CHUNK, even, self._chunk_at(rate))
         self.find_worth()
         if not self.is_due(pending):
             return 0
@@ -149,10 +157,15 @@ class Paced(Unified):
             if tokens / left_s > rate:
                 rate = tokens / left_s
         least = tokens if tokens <= 2 * worth else max(worth, LEAST_CHUNK)
-        busy = rate * order.price.token_s
+        return max(least, self._chunk_at(rate))
+
+    def _chunk_at(self, tokens_per_s: float) -> int:
+        """Tokens of each chunk beside the decodes that make so many a second."""
+        order = self.triage
+        busy = tokens_per_s * order.price.token_s
         if busy >= 1.0:
             return self.limit
-        return max(least, ceil(rate * order.decodes_s() / (1.0 - busy) - ROUNDING))
+        return ceil(tokens_per_s * order.decodes_s() / (1.0 - busy) - ROUNDING)
 
     def _in_time(self, chunk: int, *, alone: bool) -> int:
         """Of so many prompt tokens, those that there is time for beside the decodes; 0 rather than too few to pay."""
@@ -247,6 +260,10 @@ class Paced(Unified):
             if tokens >= self._worth:
                 return True
         return False
+
+    def _is_cheaper_alone(self, tokens: int) -> bool:
+        """Whether a chunk takes less in an iteration of its own than beside this batch."""
+        return tokens > 0 and self._added_s(tokens) > self._alone_s(tokens)
 
     def _added_s(self, tokens: int) -> float:
         """By how much a chunk lengthens an iteration of this batch."""
