@@ -175,6 +175,15 @@ def test_a_log_that_spills_has_the_same_statistics(monkeypatch, room_bytes, num_
     assert spilling.max_concurrent_requests() == whole.max_concurrent_requests() > 1
 
 
+def test_all_may_be_spilled_and_nothing_have_a_tpot(monkeypatch):
+    """As many requests as are spilled at once, each of one token: columns with nothing in memory, or nothing at all."""
+    whole = log_of(5.0).latencies()
+    monkeypatch.setattr(metrics, "SPILL_REQUESTS", 1)
+    spilled = log_of(5.0)
+    assert (spilled.latencies(), spilled.max_concurrent_requests()) == (whole, 1)
+    assert whole["mean_tpot_ms"] is None and whole["mean_e2el_ms"] == 5000.0
+
+
 def test_many_values_are_sorted_as_few_are(monkeypatch):
     """Of many numpy sorts them; single precision, too."""
     e2els_s = np.random.default_rng(5).uniform(0.0, 9.0, 31).tolist()
