@@ -338,12 +338,12 @@ class Triage(Order):
 
     def _find_price_limit(self) -> None:
         """The price up to which the last arrivals fit their span, cheapest first."""
-        arrivals, price = self._arrivals, self.price
-        span_s = arrivals[-1].arrival_s - arrivals[0].arrival_s
+        price, span_s = self.price, self._arrivals[-1].arrival_s - self._arrivals[0].arrival_s
         if span_s <= 0.0:
             return
         self.num_price_limits += 1
         self._choose_tpot(span_s)
+        arrivals = self._arrivals
         price.correct(self.correction.factor)
         by_room = by_time = 0.0
         prompt_tokens = kept_tokens = 0
