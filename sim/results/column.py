@@ -3,54 +3,59 @@
 from array import array
 from collections.abc import Sequence
 from io import FileIO
+from struct import calcsize, pack
 from typing import Literal
 
 FEW = 1 << 16
-"""So many values are sorted sooner than numpy is imported; of more it sorts them in place."""
+"""So many values are in a list; and they are sorted sooner than numpy is imported, which sorts more in place."""
 
 
 class Column:
-    """Floats in order: those in memory after those spilled.
+    """Floats in order: those spilled, those packed as the file has no room, and the last, which are a list.
 
     Attributes:
-        append: adds one.
+        append: adds one, to a list: an array parses each as an argument of a call.
     """
 
-    __slots__ = ("_file", "_recent", "_spilled_bytes", "append")
+    __slots__ = ("_code", "_file", "_has_room", "_packed", "_recent", "_spilled_bytes", "append")
 
     def __init__(self, typecode: Literal["d", "f"]) -> None:
-        self._recent = array(typecode)
+        self._code = typecode
+        self._recent: list[float] = []
         self.append = self._recent.append
+        self._packed = bytearray()
         self._file: FileIO | None = None
+        self._has_room = True
         self._spilled_bytes = 0
 
-    def spill(self) -> bool:
-        """Write them to the file; False where that cannot be, and all stay in memory from now on."""
+    def spill(self) -> None:
+        """Write the list to the file; where that cannot be, pack it, now and from now on."""
         from tempfile import TemporaryFile  # noqa: PLC0415 - most runs are short
 
-        size = len(self._recent) * self._recent.itemsize
+        self._packed += pack(f"{len(self._recent)}{self._code}", *self._recent)
+        self._recent.clear()
+        if not self._has_room:
+            return
         try:
             if self._file is None:
                 self._file = TemporaryFile(buffering=0)  # noqa: SIM115 - it goes with the column
-            is_whole = self._file.write(self._recent) == size
+            self._has_room = self._file.write(self._packed) == len(self._packed)
         except OSError:
-            return False
-        if is_whole:
-            self._spilled_bytes += size
-            del self._recent[:]
-        return is_whole
+            self._has_room = False
+        if self._has_room:
+            self._spilled_bytes += len(self._packed)
+            self._packed.clear()
 
     def whole(self) -> "array[float]":
         """All of them, as an array of its own."""
-        if self._file is None:
-            return self._recent[:]
-        code = self._recent.typecode
-        found = array(code, [0.0]) * (self._spilled_bytes // self._recent.itemsize + len(self._recent))
+        last = self._packed + pack(f"{len(self._recent)}{self._code}", *self._recent)
+        found = array(self._code, [0.0]) * ((self._spilled_bytes + len(last)) // calcsize(self._code))
         view, done = memoryview(found).cast("B"), 0
-        self._file.seek(0)
-        while done < self._spilled_bytes:
-            done += self._file.readinto(view[done : self._spilled_bytes])
-        view[done:] = memoryview(self._recent).cast("B")
+        if self._file is not None:
+            self._file.seek(0)
+            while done < self._spilled_bytes:
+                done += self._file.readinto(view[done : self._spilled_bytes])
+        view[done:] = last
         return found
 
 

@@ -5,7 +5,6 @@ Names and definitions are those of `vllm bench serve`: TTFT is first token minus
 for a request (`ToolCall`) is in its end-to-end latency alone, not in TPOT and ITL, nor in what SLOs are held against.
 """
 
-import sys
 from array import array
 from collections import Counter
 from collections.abc import Sequence as Values
@@ -60,10 +59,6 @@ ENGINE_COLUMNS = {
 """What follows them where a run has several engines; the second only where some prefill for others."""
 
 
-SPILL_REQUESTS = 1 << 20
-"""Of so many that completed figures are kept in memory; the rest is in temporary files."""
-
-
 class Attained(NamedTuple):
     """How many requests of some SLOs ended, and how many of them met these."""
 
@@ -90,7 +85,7 @@ class EndedRequest(NamedTuple):
 
 class RequestLog:
     """Counts, sums and what exact percentiles and the most in flight need: 36 bytes a request that completed, in
-    temporary files beyond `SPILL_REQUESTS`. Half precision would do for no percentile; single does for queueing, which
+    temporary files from `FEW` on. Half precision would do for no percentile; single does for queueing, which
     vLLM's names do not include.
 
     The rows of the table are kept beside them up to `ARRAY_LIMIT` requests.
@@ -121,7 +116,7 @@ class RequestLog:
         self.last_finish_s = 0.0
         self._arrival_s, self._ttft_s, self._tpot_s, self._e2el_s = (Column("d") for _ in range(4))
         self._queue_s = Column("f")
-        self._spills_at = SPILL_REQUESTS
+        self._spills_at = FEW
         self.rows: list[tuple[Any, ...]] | None = []
         """Those of the table, in order of their end; None past `ARRAY_LIMIT`."""
         self.errors: dict[int, str] = {}
@@ -194,8 +189,9 @@ class RequestLog:
         self._queue_s.append(queue_s)
         if self.completed >= self._spills_at:
             columns = (self._arrival_s, self._ttft_s, self._tpot_s, self._e2el_s, self._queue_s)
-            has_room = all(column.spill() for column in columns)
-            self._spills_at = self.completed + SPILL_REQUESTS if has_room else sys.maxsize
+            for column in columns:
+                column.spill()
+            self._spills_at += FEW
         own = seq.request.slos
         slos = self.goodput if own is None else own
         good = slos is None or slos.met(ttft_s, tpot_s, e2el_s - seq.tool_s)

@@ -160,15 +160,15 @@ def log_of(*e2els_s):
     return log
 
 
-@pytest.mark.parametrize(("room_bytes", "num_kept"), [(sys.maxsize, 3), (3 * 32, 19), (3 * 32 + 5, 19)])
-def test_a_log_that_spills_has_the_same_statistics(monkeypatch, room_bytes, num_kept):
+@pytest.mark.parametrize(("room_bytes", "num_packed"), [(sys.maxsize, 0), (3 * 32, 16), (3 * 32 + 5, 16)])
+def test_a_log_that_spills_has_the_same_statistics(monkeypatch, room_bytes, num_packed):
     """31 requests, spilled by four; or by three times four arrivals, until the disk is full."""
     monkeypatch.setattr("tempfile.TemporaryFile", lambda **_: Disk(room_bytes))
     e2els_s = np.random.default_rng(5).uniform(0.0, 9.0, 31).tolist()
     whole = log_of(*e2els_s)
-    monkeypatch.setattr(metrics, "SPILL_REQUESTS", 4)
+    monkeypatch.setattr(metrics, "FEW", 4)
     spilling = log_of(*e2els_s)
-    assert len(spilling._arrival_s._recent) == num_kept
+    assert (len(spilling._arrival_s._packed), len(spilling._arrival_s._recent)) == (8 * num_packed, 3)
     for name in ("arrival_s", "ttft_s", "tpot_s", "e2el_s", "queue_s"):
         assert getattr(spilling, name).tolist() == getattr(whole, name).tolist()
     assert spilling.latencies() == whole.latencies()
@@ -178,7 +178,7 @@ def test_a_log_that_spills_has_the_same_statistics(monkeypatch, room_bytes, num_
 def test_all_may_be_spilled_and_nothing_have_a_tpot(monkeypatch):
     """As many requests as are spilled at once, each of one token: columns with nothing in memory, or nothing at all."""
     whole = log_of(5.0).latencies()
-    monkeypatch.setattr(metrics, "SPILL_REQUESTS", 1)
+    monkeypatch.setattr(metrics, "FEW", 1)
     spilled = log_of(5.0)
     assert (spilled.latencies(), spilled.max_concurrent_requests()) == (whole, 1)
     assert whole["mean_tpot_ms"] is None and whole["mean_e2el_ms"] == 5000.0
