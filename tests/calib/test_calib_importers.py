@@ -8,7 +8,7 @@ from parquet_small import put
 
 import kvtwin
 from calib.experts import ExpertSample
-from calib.importers import aiconfigurator, llmservingsim, steps, vidur
+from calib.importers import aiconfigurator, steps, vidur
 from calib.importers.tables import Table
 from calib.kernel_fit import read_kernel_samples
 from calib.profile_files import DATA
@@ -584,21 +584,11 @@ def shipped(gpu):
     return read_samples(DATA / f"{gpu}-imported.csv.gz")
 
 
-@pytest.mark.parametrize("gpu", ["rtx-4090", "rtx-pro-6000"])
-def test_shipped_samples_of_llmservingsim_are_on_the_grids_that_are_taken(gpu):
-    """The grids say which rows of a table become samples: no more and no fewer than are there."""
-    samples = shipped(gpu)
-    mixed = [s for s in samples if s.is_mixed and not s.longest_context_tokens]
-    assert {s.new_tokens for s in samples if s.op == "elementwise"} == set(llmservingsim.SAMPLED_TOKENS)
-    assert {s.new_tokens for s in mixed} == set(llmservingsim.SAMPLED_CHUNKS)
-    assert {s.decodes for s in mixed} == set(llmservingsim.SAMPLED_DECODES)
-    assert {s.context_tokens for s in mixed} == set(llmservingsim.SAMPLED_CONTEXTS)
-    assert {s.new_tokens for s in samples if s.longest_context_tokens and s.decodes} == {*llmservingsim.UNLIKE_CHUNKS}
-
-
-def test_shipped_samples_of_vidur_are_on_the_grid_that_is_taken():
-    grid = {tokens for tokens in vidur.SAMPLED_TOKENS if tokens >= vidur.LEAST_BETWEEN_TOKENS}
-    assert {sample.new_tokens for sample in shipped("a100-80g") if sample.op == "elementwise"} == grid
+def test_shipped_samples_of_vidur_are_those_taken_of_a_table_that_has_more(tmp_path):
+    tokens = {sample.new_tokens for sample in shipped("a100-80g") if sample.op == "elementwise"}
+    rows = [mlp_row(n, n / 100) for n in sorted({1, *tokens, *(n + 1 for n in tokens)})]
+    samples, _ = vidur.import_samples("llama-2-7b", mlp_table(tmp_path, *rows))
+    assert {sample.new_tokens for sample in samples if sample.op == "elementwise"} == tokens
 
 
 @pytest.mark.parametrize("name", [name for name in aiconfigurator.SYSTEMS if not name.startswith("rtx")])

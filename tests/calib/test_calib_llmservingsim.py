@@ -3,8 +3,9 @@
 import pytest
 
 import kvtwin
+from calib.cli import DATA
 from calib.importers import llmservingsim
-from calib.samples import fault_of
+from calib.samples import fault_of, read_samples
 from sim.cost.profile import read_profile
 from sim.errors import UserError
 
@@ -26,9 +27,8 @@ def shapes():
     yield from ((chunk, cached, n, c) for chunk in CHUNKS for cached in CACHED for n in DECODES for c in CONTEXTS)
 
 
-def write_kernels(path):
+def write_kernels(path, tokens=(1, 8, 64, 256, 512, 1024, 2048)):
     """The three files of a folder."""
-    tokens = (1, 8, 64, 256, 512, 1024, 2048)
     dense = [f"{layer},{n},{us * (1 + n / 100)}" for layer, us in KERNELS.items() for n in tokens]
     (path / "dense.csv").write_text("\n".join(["layer,tokens,time_us", *dense]))
     rows = [",".join(map(str, (*shape, attention_us(*shape)))) for shape in shapes()]
@@ -66,6 +66,25 @@ def test_decodes_after_less_than_a_tile_are_no_samples(folder):
     assert not any(map(llmservingsim.is_sampled, ((0, 0, 8, 64), (0, 0, 8, 0))))
     assert llmservingsim.is_sampled((16, 64, 0, 64))
     assert llmservingsim.is_sampled((0, 0, 8, 128)) and llmservingsim.is_sampled((16, 64, 0, 0))
+
+
+def test_shipped_samples_are_those_taken_of_a_table_that_has_more(tmp_path):
+    """No more rows and no fewer: neighbours of what ships are left out."""
+    samples = read_samples(DATA / "rtx-4090-imported.csv.gz")
+    tokens = {sample.new_tokens for sample in samples if sample.op == "elementwise"}
+    write_kernels(tmp_path, sorted({*tokens, *(n + 1 for n in tokens)}))
+    taken, _ = llmservingsim.import_samples(tmp_path, "llama-3.1-8b")
+    assert {sample.new_tokens for sample in taken if sample.op == "elementwise"} == tokens
+    mixed = [
+        (s.new_tokens, s.context_tokens, s.decodes, s.decode_context_tokens)
+        for s in samples if s.is_mixed and not s.longest_context_tokens
+    ]  # fmt: skip
+    grids = [{shape[place] for shape in mixed} for place in range(4)]
+    assert all(llmservingsim.is_sampled(shape) for shape in mixed)
+    for place, grid in enumerate(grids):
+        for value in grid:
+            beside = [*mixed[0][:place], value + 1, *mixed[0][place + 1 :]]
+            assert value + 1 in grid or not llmservingsim.is_sampled(tuple(beside))
 
 
 def test_tables_are_the_kernels_as_they_are(folder):
