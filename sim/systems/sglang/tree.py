@@ -224,7 +224,7 @@ class PrefixTree:
         The first `held` are the tree's already; insertions of the first `counted` have been counted. `since`: what
         hooks of a tree with marks are told (`MarkedTree`).
         """
-        root = self.root
+        root, has_marks = self.root, self.has_marks
         root.used = self._tick()
         root.priority = max(root.priority, priority)
         node, depth, copies = root, 0, 0
@@ -239,7 +239,7 @@ class PrefixTree:
             child.priority = max(child.priority, priority)
             if child.on_gpu:
                 copies += max(0, shared - max(0, held - depth))
-                if self.has_marks:
+                if has_marks:
                     self._pass(child, held, since)
             else:
                 self._bring(child)
@@ -251,11 +251,11 @@ class PrefixTree:
                 self._count(node)
         if depth < length:
             node = self._grow(node, keys[depth:length], priority)
-            if self.has_marks:
+            if has_marks:
                 self._begin(node, since)
             if length > counted:
                 self._count(node)
-        if self.has_marks:
+        if has_marks:
             self._end(node)
         return node, copies
 
