@@ -105,10 +105,9 @@ class SpreadExpertsCost(RooflineCost):
         if self.layout.ranks == 1 or self.deepep:
             # Of one rank the group's all-reduce sums what its GPUs' experts found.
             return 0.0
-        return self.expert_layers * sum(
-            self._collective_s(tokens * size, grid)
-            for size, grid in zip(self.exchanged_bytes, self.exchange_grids, strict=True)
-        )
+        collectives = zip(self.exchanged_bytes, self.exchange_grids, strict=True)
+        # A list: mypyc sums what a generator has as integers.
+        return self.expert_layers * sum([self._collective_s(tokens * size, grid) for size, grid in collectives])
 
     def _collective_s(self, num_bytes: float, grid: Grid | None) -> float:
         if grid is not None:
