@@ -105,9 +105,11 @@ class SpreadExpertsCost(RooflineCost):
         if self.layout.ranks == 1 or self.deepep:
             # Of one rank the group's all-reduce sums what its GPUs' experts found.
             return 0.0
-        collectives = zip(self.exchanged_bytes, self.exchange_grids, strict=True)
-        # A list: mypyc sums what a generator has as integers.
-        return self.expert_layers * sum([self._collective_s(tokens * size, grid) for size, grid in collectives])
+        seconds = 0.0
+        # Not `sum`, of which mypyc makes an integer where it is multiplied by one.
+        for size, grid in zip(self.exchanged_bytes, self.exchange_grids, strict=True):
+            seconds += self._collective_s(tokens * size, grid)
+        return self.expert_layers * seconds
 
     def _collective_s(self, num_bytes: float, grid: Grid | None) -> float:
         if grid is not None:
