@@ -132,7 +132,6 @@ def test_tables_and_results_say_what_prefilled_and_what_decoded(tmp_path):
         ("distserve", [*POOLS[:4], "--link-gbps", "inf"], ["--link-gbps", "inf", "1e9"]),
         ("distserve", [*POOLS, "--replicas", "2"], ["--replicas", "2", "leave it out"]),
         ("distserve:waiting-share=0", POOLS, ["waiting-share", "0.0 is not between 1e-09 and 1"]),
-        ("distserve:memory=reserved", POOLS, ["stage=hand-over", "memory=paged"]),
         ("layerkv", POOLS, ["--prefill-replicas 2", "layerkv", "stage=promote", "distserve"]),
         ("layerkv:stage=hand-over", POOLS, ["memory=layers", "stage=promote"]),
         ("splitwise:mixed-pool=true", [*POOLS, "--router", "round-robin"], ["--router round-robin", "mixed pools"]),
@@ -184,7 +183,7 @@ def test_a_pipeline_is_as_many_virtual_engines_with_a_share_of_the_blocks_each(t
     ("policy", "words", "parts"),
     [
         ("layerkv", ["2"], ["--pipeline-parallel-size: 2 stages and layerkv", "take vllm-v1 or vllm-recompute"]),
-        ("vllm-recompute", ["3"], ["3 stages do not divide the 32 layers", "give a divisor"]),
+        ("vllm-recompute", ["3"], ["3 stages do not have as many of the 32 layers", "give a divisor"]),
         ("vllm-recompute", ["1", "--decode-pipeline-parallel-size", "2"], ["goes with --prefill-replicas"]),
     ],
 )

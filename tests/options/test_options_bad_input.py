@@ -112,7 +112,7 @@ def test_an_impossible_value_is_refused(tmp_path, capsys, flag):
         ("sglang:page-size=16 --block-size 32", ["--block-size: 32 where options of sglang say 16"]),
         (
             "vllm-recompute --data-parallel-size 2 --pipeline-parallel-size 2",
-            ["--data-parallel-size: 2 ranks of pipelines are not modelled"],
+            ["--data-parallel-size: 2 ranks of virtual engines are not modelled"],
         ),
     ],
 )
