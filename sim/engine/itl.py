@@ -2,8 +2,8 @@
 
 All sequences of an iteration share its end time, so the gaps between tokens are few distinct values with large weights.
 They are counted in logarithmic bins, and looked at once more in those where percentiles are. Past `EXACT_RUNS` recorded
-runs only finer bins are kept, so that memory stays bounded however long the trace is. Nothing of this takes numpy,
-which most runs would import for it alone.
+runs only finer bins are kept, so that memory stays bounded however long the trace is. Few runs are counted without
+numpy, which takes longer to import.
 """
 
 from array import array
@@ -12,15 +12,20 @@ from collections.abc import Iterator
 from itertools import accumulate
 from math import ceil, exp, floor, log, sqrt
 from struct import pack
-from typing import Final
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 FLOATS_PER_RUN, FLOAT_BYTES = 4, 8
 RECENT_FLOATS = 1 << 14
 """What is recorded is packed when it is so much, to take a quarter of the room, and unpacked by so much."""
 EXACT_RUNS = 1 << 20
 """Runs of iterations kept exactly (32 MiB)."""
+MANY_BYTES = 1 << 21
+"""Of runs (65,536): more are counted sooner with numpy, its import included."""
 BIN_RATIO = 1.0002
 """Ratio of neighbouring bin edges: a percentile read from the bins alone is within 1e-4 of the exact one."""
 SORTED_RATIO = 1.002
@@ -128,8 +133,34 @@ class _Bins:
             begin = end
         return found
 
+    def _add_single(self, runs: bytearray) -> bytearray:
+        """Count the runs of one gap; those of several."""
+        import numpy as np  # noqa: PLC0415 - see `MANY_BYTES`
+
+        gaps_s, own, places, several = self._single(runs)
+        if len(gaps_s):
+            about_s = self._about_s = float(gaps_s[0]) if self._about_s is None else self._about_s
+            off_s = gaps_s - about_s
+            self.count += float(own.sum())
+            self._off_s += float((off_s * own).sum())
+            self._off_squared += float((off_s * off_s * own).sum())
+            self._weights = (np.bincount(places, own, self._last + 1) + np.array(self._weights)).tolist()
+        return several
+
+    def _single(self, runs: bytearray) -> "tuple[NDArray[Any], NDArray[Any], NDArray[Any], bytearray]":
+        """Of runs of one gap these, s, their weights and bins; and the other runs."""
+        import numpy as np  # noqa: PLC0415 - see `MANY_BYTES`
+
+        table = np.frombuffer(bytes(runs)).reshape(-1, FLOATS_PER_RUN)
+        is_single = table[:, 2] == 1.0
+        gaps_s, own = table[is_single, 0], table[is_single, 3]
+        places = np.minimum(np.log(np.maximum(gaps_s, LEAST_S) / LEAST_S) / self._log_ratio, self._last)
+        return gaps_s, own, places.astype(np.int64), bytearray(table[~is_single].tobytes())
+
     def add(self, runs: bytearray) -> None:
         """Count what was recorded."""
+        if len(runs) > MANY_BYTES:
+            runs = self._add_single(runs)
         weights, count, off_s, off_squared = self._weights, self.count, self._off_s, self._off_squared
         for row in _rows(runs):
             if self._about_s is None:
@@ -164,6 +195,13 @@ class _Bins:
         inside: list[dict[float, float] | None] = [None] * len(ends)
         for place in places:
             inside[place] = {}
+        if len(runs) > MANY_BYTES:
+            gaps_s, weights, bins, runs = self._single(runs)
+            for place in set(places):
+                here, gaps = bins == place, inside[place]
+                assert gaps is not None
+                for gap_s, weight in zip(gaps_s[here].tolist(), weights[here].tolist(), strict=True):
+                    gaps[gap_s] = gaps.get(gap_s, 0.0) + weight
         for row in _rows(runs):
             for gap_s, slope_s, num, weight in zip(row[::4], row[1::4], row[2::4], row[3::4]):  # noqa: B905
                 if num == 1.0:

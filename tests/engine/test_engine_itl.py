@@ -66,5 +66,22 @@ def test_long_runs_count_as_their_gaps_one_by_one(found: list[tuple[float, float
     assert ours.percentiles == pytest.approx(expected.percentiles)
 
 
+def test_many_runs_are_counted_as_few_are() -> None:
+    """Runs of one gap by numpy, beyond 65,536 runs; those of several gaps, and shorter or longer than all bins, too."""
+    draw = np.random.default_rng(3)
+    gaps = np.concatenate([draw.lognormal(-3, 1, 69_990), [0.0, 1e-10, 2e6] * 3, [0.05]])
+    weights = draw.integers(1, 9, len(gaps))
+    collector = GapCollector()
+    for gap, weight in zip(gaps.tolist(), weights.tolist(), strict=True):
+        collector.add(gap, 0.0, 1, weight)
+    collector.add(0.04, 1e-4, 300, 500)
+    values = np.concatenate([np.repeat(gaps, weights), np.repeat(0.04 + 1e-4 * np.arange(300), 500)])
+    statistics = collector.statistics((0.0, 10.0, 50.0, 99.0, 100.0))
+    assert statistics is not None and statistics.exact and statistics.count == len(values)
+    assert (statistics.mean, statistics.std) == (pytest.approx(values.mean()), pytest.approx(values.std()))
+    for percentile, value in statistics.percentiles.items():
+        assert value == pytest.approx(np.percentile(values, percentile))
+
+
 def test_no_gaps_no_statistics() -> None:
     assert GapCollector().statistics((50.0,)) is None
