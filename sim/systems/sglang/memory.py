@@ -61,7 +61,7 @@ class TreeMemory(Memory):
 
     @classmethod
     def build(cls, b: "Builder") -> Memory:
-        return cls(b.limits, b.options(SglangOptions), *cls.copies(b))
+        return cls(b.limits, b.options(SglangOptions), cls.copies(b))
 
     @staticmethod
     def copies(b: "Builder") -> tuple[float, float, Worth]:
@@ -70,11 +70,9 @@ class TreeMemory(Memory):
         load_s, write_s = (b.deployment.cost.copy_s(b.limits.block_bytes, 0, direction) for direction in (H2D, D2H))
         return load_s, write_s, Worth.of(b, load_s)
 
-    def __init__(
-        self, limits: Limits, options: SglangOptions, load_s_per_page: float, write_s_per_page: float, worth: Worth
-    ) -> None:
+    def __init__(self, limits: Limits, options: SglangOptions, copies: tuple[float, float, Worth]) -> None:
         super().__init__(limits)
-        self._load_s, self._write_s, self._worth = load_s_per_page, write_s_per_page, worth
+        self._load_s, self._write_s, self._worth = copies
         self.caches_prefixes = limits.enable_prefix_caching
         size, pages = limits.block_size, limits.num_gpu_blocks
         host_pages = options.num_host_pages(pages, size, limits.block_bytes)

@@ -9,20 +9,15 @@ Source: sglang 0.5.23, `mem_cache/unified_cache/components/mamba.py`, `memory_po
 """
 
 from math import lcm
-from typing import TYPE_CHECKING
 
 from sim.engine.limits import Limits
 from sim.engine.sequence import Sequence
 from sim.errors import InvariantError, UserError
-from sim.kv.memory import Memory
 from sim.kv.tiers.worth import Worth
 from sim.systems.sglang.marked_tree import StateTree
 from sim.systems.sglang.memory import Held, TreeMemory
 from sim.systems.sglang.options import SglangOptions
 from sim.systems.sglang.tree import Match, Node, PrefixTree
-
-if TYPE_CHECKING:
-    from sim.systems.builder import Builder
 
 
 class StateHeld(Held):
@@ -40,17 +35,12 @@ class StateHeld(Held):
 class StateTreeMemory(TreeMemory):
     """`gpu` is the pool of the layers that attend."""
 
-    @classmethod
-    def build(cls, b: "Builder") -> Memory:
-        return cls(b.limits, b.options(SglangOptions), cls.copies(b))
-
     def __init__(self, limits: Limits, options: SglangOptions, copies: tuple[float, float, Worth]) -> None:
-        """`copies`: what `TreeMemory` takes besides; nothing is copied."""
         if limits.states is None or limits.states.own_slots is None:
             raise InvariantError("a pool of states needs to know how many it has")
         if options.enable_hierarchical_cache:
             raise UserError("sglang enable-hierarchical-cache: HiCache of states is not simulated; leave it out")
-        super().__init__(limits, options, *copies)
+        super().__init__(limits, options, copies)
         assert isinstance(self.tree, StateTree), "as it was made"
         self._states = self.tree
         self.num_states = limits.states.own_slots

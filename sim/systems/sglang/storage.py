@@ -120,9 +120,8 @@ class StoredTreeMemory(TreeMemory):
         copies: tuple[float, float, Worth],
         page_bytes: float,
     ) -> None:
-        """`copies`: what `TreeMemory` takes besides; `page_bytes`: on all GPUs together."""
-        load_s, write_s, worth = copies
-        super().__init__(limits, options, load_s, write_s, worth)
+        """`page_bytes`: on all GPUs together."""
+        super().__init__(limits, options, copies)
         self._options, self._drive = options, options.drive(page_bytes)
         num_pages = options.num_stored_pages(page_bytes)
         self._store = Storage(num_pages, BlockChain(self.block_size))

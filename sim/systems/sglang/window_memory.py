@@ -65,7 +65,6 @@ class WindowTreeMemory(TreeMemory):
     def __init__(
         self, limits: Limits, options: SglangOptions, copies: tuple[float, float, Worth], *, schedules_ahead: bool
     ) -> None:
-        """`copies`: what `TreeMemory` takes besides; nothing is copied."""
         window = limits.window
         if window is None or window.own_blocks is None:
             raise InvariantError("two pools need to know the window and its pool")
@@ -76,8 +75,7 @@ class WindowTreeMemory(TreeMemory):
                 "sglang enable-hierarchical-cache: HiCache of layers with a window is not simulated; leave it out, or "
                 "give disable-hybrid-swa-memory"
             )
-        load_s, write_s, worth = copies
-        super().__init__(limits, options, load_s, write_s, worth)
+        super().__init__(limits, options, copies)
         assert isinstance(self.tree, WindowTree), "as it was made"
         self._windows = self.tree
         self.num_window_pages = window.own_blocks
