@@ -152,6 +152,28 @@ def test_requests_alike_far_past_the_knee(machine, prompt, output, burstiness, s
     assert good[1] >= 0.97 * good[0]
 
 
+@pytest.mark.parametrize(
+    ("model", "gpu", "num_prompts", "rate", "blocks", "seats", "goodput", "caches", "seed"),
+    [
+        ("llama-3.1-8b", "l20", 60, 3.0, 2000, 16, ("ttft:500", "tpot:100"), None, 26),
+        ("qwen3-32b", "b200", 30, 200.0, 1000, 128, (), False, 50207),
+    ],
+)
+def test_jumps_change_nothing_where_prompts_wait(model, gpu, num_prompts, rate, blocks, seats, goodput, caches, seed):
+    """Arrivals are looked at when they came, not at the last step; where prompts go alone, decodes need blocks yet."""
+    scenario = Scenario(
+        model=model, gpu=gpu, tp=2, workload="documents", num_prompts=num_prompts, request_rate=rate, clip=4096,
+        num_gpu_blocks_override=blocks, max_num_seqs=seats, max_model_len=4096, goodput=goodput,
+        enable_prefix_caching=caches, seed=seed,
+    )  # fmt: skip
+    rows = []
+    for jump in (True, False):
+        setup = prepare(scenario, *parse_policy("adaptive:predictor=none", {}))
+        log = execute(build_run(setup, traffic(scenario), jump=jump)).engines[0].log
+        rows.append(sorted(zip(log.arrival_s, log.ttft_s, log.e2el_s, strict=True)))
+    assert rows[0] == [pytest.approx(row, abs=1e-6) for row in rows[1]]
+
+
 def test_prompts_with_time_leave_blocks_to_what_is_parked_without():
     """Blocks as they became free went to prompts with 9 s to spare, and of those parked 6 % lost their TPOT."""
     scenario = Scenario(

@@ -300,8 +300,8 @@ class Paced(Unified):
         wanted = self.paged.blocks_wanted(seq, seq.num_tokens)
         if not self.running and not park.promoting:
             return wanted <= gpu.free
-        # This iteration's decodes have their blocks; what is left then falls from step to step.
-        headroom = park.headroom() - self.batch.blocks_needed(1)
+        # This iteration's decodes have their blocks, unless prompts go alone: what is left falls from step to step.
+        headroom = park.headroom() - (0 if self._alone else self.batch.blocks_needed(1))
         if kept:
             return wanted + headroom <= gpu.free
         if self._started or self.partials or park.num_kept:

@@ -308,9 +308,13 @@ class Triage(Order):
         within_s = ROOMY_PACE * self.kept_tpot_s
         return max(1.0, price.most_decodes(within_s, self.batch.context_tokens / members, member_s, prompt_s))
 
-    def laxity_s(self, outlook: Outlook, iteration_s: float) -> float:
-        """How long it could stand still and meet its SLOs yet; infinitely little where it is late already."""
-        return outlook.due_s - self.scheduler.now_s - outlook.num_left * iteration_s - outlook.prompt_s
+    def laxity_s(self, outlook: Outlook, iteration_s: float, arrival_s: float = 0.0) -> float:
+        """How long it could stand still and meet its SLOs yet; infinitely little where it is late already.
+
+        `arrival_s`: of one that has come since the last step was scheduled, when that was tells nothing.
+        """
+        now_s = max(self.scheduler.now_s, arrival_s)
+        return outlook.due_s - now_s - outlook.num_left * iteration_s - outlook.prompt_s
 
     def class_of(self, seq: Sequence, outlook: Outlook, laxity_s: float) -> int:
         """`KEPT`, `DEFERRED` or `HOPELESS`, by its outlook and how lax it is."""
@@ -443,7 +447,7 @@ class Triage(Order):
     # -- the queue -----------------------------------------------------------------------------------------------------
 
     def _insert(self, seq: Sequence, outlook: Outlook) -> int:
-        kind = self.class_of(seq, outlook, self.laxity_s(outlook, self.iteration_s()))
+        kind = self.class_of(seq, outlook, self.laxity_s(outlook, self.iteration_s(), seq.request.arrival_s))
         key = outlook.work_s if kind == DEFERRED else seq.request.arrival_s
         self._place_at(seq, (kind, key, seq.request.request_id))
         self._keep(seq, outlook)
