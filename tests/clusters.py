@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from random import Random
 
 import simpy
 
@@ -19,6 +20,9 @@ from sim.engine.itl import GapCollector
 from sim.engine.limits import Limits, Role
 from sim.engine.sequence import Sequence as Seq
 from sim.parts.stage.hand_over_options import MixedPoolOptions
+from sim.run.prepare import Setup
+from sim.run.runs import Recording
+from sim.run.simulate import SimulatedRun, build_run, execute_all
 from sim.systems.base import Policy
 from sim.systems.builder import STORED
 from sim.systems.mooncake.options import ConductorOptions
@@ -203,3 +207,19 @@ def _add_member(
             *args, pipeline=pipeline, place=place, layers=layers, block_bytes=limit.block_bytes, ended=ended
         )
     outcome.members.append(member)
+
+
+def run_with_pauses(setup: Setup) -> tuple[SimulatedRun, list[tuple[float, float]]]:
+    """60 requests, crowded, with pauses in which engines run out of them, one before the other; all are served.
+
+    Returns the run, and when each batch began and ended, s.
+    """
+    random, at_s, requests, seen = Random(7), 0.0, [], []
+    for i in range(60):
+        at_s += random.choice([0.0, 0.002, 0.01, 1.0])
+        requests.append(Request(i, at_s, random.randint(1, 1200), random.randint(1, 40)))
+    run = build_run(setup, requests, keep=Recording(watch=lambda plan, at_s, times: seen.append((at_s, times.end_s))))
+    execute_all(run)
+    assert run.log.completed == 60
+    assert run.log.output_tokens == sum(request.output_tokens for request in requests)
+    return run, seen

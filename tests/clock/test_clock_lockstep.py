@@ -5,6 +5,7 @@ from itertools import pairwise
 from random import Random
 
 import pytest
+from clusters import run_with_pauses
 
 from sim.cost.model import ridge
 from sim.cost.profile import load_profile
@@ -123,15 +124,7 @@ def test_ranks_begin_and_end_together_and_lose_nothing(policy):
     # SGLang's pages have one token.
     blocks = 3200 if policy == SGLANG else 200
     setup = setup_of(policy, data_parallel_size=3, num_gpu_blocks_override=blocks, max_num_seqs=8)
-    random, at_s, requests = Random(7), 0.0, []
-    for i in range(60):
-        at_s += random.choice([0.0, 0.002, 0.01, 1.0])
-        requests.append(Request(i, at_s, random.randint(1, 1200), random.randint(1, 40)))
-    seen = []
-    run = build_run(setup, requests, keep=Recording(watch=lambda plan, at_s, times: seen.append((at_s, times.end_s))))
-    execute_all(run)
-    assert run.log.completed == 60
-    assert run.log.output_tokens == sum(request.output_tokens for request in requests)
+    run, seen = run_with_pauses(setup)
     assert min(run.log.ended_at.values()) > 5
     spans = sorted(set(seen))
     assert len(spans) < len(seen)

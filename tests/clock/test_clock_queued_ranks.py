@@ -5,12 +5,12 @@ from itertools import pairwise
 from random import Random
 
 import pytest
+from clusters import run_with_pauses
 
 from sim.clock.queued_ranks import QueuedLockstep
 from sim.options.policies import parse_policy
 from sim.options.scenario import Scenario
 from sim.run.prepare import Setup, prepare
-from sim.run.runs import Recording
 from sim.run.simulate import build_run, execute_all
 from traces.request import Request
 
@@ -53,15 +53,7 @@ def test_ranks_with_the_same_requests_are_one_pipeline_but_for_dummies(policy, s
 def test_batches_follow_one_another_on_all_ranks_and_nothing_is_lost(policy):
     """Crowded, with pauses in which ranks run out of requests, one before the other."""
     setup = setup_of(policy, data_parallel_size=3, num_gpu_blocks_override=200, max_num_seqs=8)
-    random, at_s, requests = Random(7), 0.0, []
-    for i in range(60):
-        at_s += random.choice([0.0, 0.002, 0.01, 1.0])
-        requests.append(Request(i, at_s, random.randint(1, 1200), random.randint(1, 40)))
-    seen = []
-    run = build_run(setup, requests, keep=Recording(watch=lambda plan, at_s, times: seen.append((at_s, times.end_s))))
-    execute_all(run)
-    assert run.log.completed == 60
-    assert run.log.output_tokens == sum(request.output_tokens for request in requests)
+    run, seen = run_with_pauses(setup)
     spans = sorted(set(seen))
     # Batches of a turn are counted once.
     assert len(spans) < len(seen)
