@@ -164,7 +164,7 @@ validate() {
 print(gpu_called(torch.cuda.get_device_name()))') || return 1
     fi
     "$python" -m kvtwin validate --device "$device" --model "$model" --gpu "$gpu" "${given[@]}" --runs 1 \
-        --policy vllm-recompute --policy layerkv --workload fixed "${workload[@]}" --swap-space 4 --out "$work/validate" \
+        --policy vllm-recompute layerkv --workload fixed "${workload[@]}" --swap-space 4 --out "$work/validate" \
         | tee "$work/validate.txt"
     local status=${PIPESTATUS[0]}
     # It says so when it has come to its end; an error does not.

@@ -29,7 +29,7 @@ REPORT_HELP = (
 RUN_HELP = "Simulate one policy on a trace or a generated workload and write the results to a folder."
 COMPARE_HELP = (
     "Simulate several policies on the same traffic: a table side by side, ratios to the first, figures. "
-    "Name options in place to compare variants: --policy layerkv --policy layerkv:slo-aware=false"
+    "Name options in place to compare variants: --policy layerkv layerkv:slo-aware=false"
 )
 
 

@@ -41,9 +41,11 @@ def add_flags(parser: Any, without: Collection[str] = ()) -> None:  # noqa: ANN4
     if "scenario" not in without:
         text = "TOML file with these options; flags override it"
         parser.add_argument("--scenario", type=Path, metavar="FILE", help=text)
+    # A study's file may follow a policy: several in a row would take it for one.
+    in_a_row = {"action": "append"} if "scenario" in without else {"action": "extend", "nargs": "+"}
     parser.add_argument(
         "--policy",
-        action="append",
+        **in_a_row,
         metavar="P",
         help=f"one of {', '.join(POLICIES)} (run: default {DEFAULT_POLICY}); options and parts as "
         "NAME:option=value,... or options by their flags",
