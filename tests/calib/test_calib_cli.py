@@ -61,7 +61,7 @@ def names(folder):
 
 
 def is_drawn(path):
-    """What is on a picture, `test_calib_figure` and pins say."""
+    """What is on a picture, `test_calib_report` and pins say."""
     height, width, _ = imread(path).shape
     return height > 500 and width > 1000
 

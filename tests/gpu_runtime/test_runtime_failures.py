@@ -1,15 +1,21 @@
-"""Copies that fail and memory that runs out end the sequences they touch, no others; the pools balance after."""
+"""Copies that fail, memory that runs out, clients that leave: those touched end, no others; the pools balance after."""
 
 import random
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pretended import pretend
 from runtime_mistakes import check_failures, failing_copies
 from runtime_variants import CONTIGUOUS, COPYING, RETAINED, TIERED, VARIANTS, policy_of
 
 from gpu_runtime.model.decoder import Decoder
-from kvtwin.testing import live, requests
+from kvtwin.testing import CheckedEngine, limits, linear_machine, live, requests
+from kvtwin.testing.conformance import limits_of
 from kvtwin.testing.live import ROWS, small_decoder, tight_limits
+from sim.engine.itl import GapCollector
+from sim.engine.sequence import Status
 
 
 def serve(variant, **sizes):
@@ -76,3 +82,52 @@ def test_a_full_host_pool_falls_back_to_what_vllm_does(variant):
     assert not check(served)
     if variant == "vllm-swap":
         assert served.counters.swap_space_exhausted > 0
+
+
+class Leaving(CheckedEngine):
+    """An engine some of whose requests end early, between two steps."""
+
+    __slots__ = ("alive", "dice", "left")
+
+    def add_request(self, request):
+        seq = super().add_request(request)
+        self.alive.append(seq)
+        return seq
+
+    def commit(self, plan, times):
+        if self.alive and self.dice.random() < 0.4:
+            seq = self.dice.choice(self.alive)
+            if self.dice.random() < 0.5:
+                self.cancel(seq)
+            elif self.scheduler.num_generated_of(seq) < seq.output_tokens and seq.status is not Status.IGNORED:
+                self.truncate(seq, self.scheduler.num_generated_of(seq) + 1)
+            self.left.add(seq.request.request_id)
+        super().commit(plan, times)
+        self.alive = [s for s in self.alive if s.status not in (Status.FINISHED, Status.IGNORED)]
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@settings(max_examples=15, deadline=None)
+@given(
+    rows=st.lists(st.tuples(st.floats(0.0, 2.0), st.integers(1, 150), st.integers(1, 60)), min_size=1, max_size=20),
+    gpu=st.integers(20, 50),
+    host=st.integers(0, 100),
+    chunked=st.booleans(),
+    seed=st.integers(0, 1000),
+)
+def test_requests_that_end_early_leave_nothing_behind(variant, rows, gpu, host, chunked, seed):
+    policy = policy_of(variant)
+    limit = limits_of(policy, limits(gpu, host, max_model_len=512), 8, 64 if chunked else None)
+    machine = linear_machine(limit.block_bytes)
+    scheduler = policy.scheduler(limit, GapCollector(), machine.deployment)
+    ended = []
+    engine = Leaving(scheduler, policy.length_predictor(0), ended.append)
+    engine.alive, engine.dice, engine.left = [], random.Random(seed), set()
+    pretend(engine, requests(*sorted(rows)), machine)
+    assert sorted(s.request.request_id for s in ended) == list(range(len(rows)))
+    assert scheduler.gpu.free == scheduler.gpu.num_blocks
+    assert scheduler.host.free == scheduler.host.num_blocks
+    for seq in ended:
+        if seq.status is Status.FINISHED:
+            assert seq.num_generated == seq.output_tokens <= seq.request.output_tokens
+            assert seq.request.request_id in engine.left or seq.num_generated == seq.request.output_tokens

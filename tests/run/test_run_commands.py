@@ -7,13 +7,17 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from rich.progress import Progress
 
 import kvtwin
+from kvtwin.testing import requests
 from sim.files import folder_name
 from sim.options.scenario import Scenario
 from sim.run import files as run_files
+from sim.run import progress
 from sim.run.prepare import prepare
 from sim.run.simulate import build_run, execute
 from sim.systems.vllm055 import VllmRecompute
@@ -355,3 +359,32 @@ def test_compare_gives_every_policy_the_same_host_memory_unless_told(tmp_path):
     # Of virtual engines, which share a GPU, each has a half.
     assert given("--swap-space", "4", "--pipeline-parallel-size", "2", other="vllm-v1") == [4, 4]
     assert given("--gpu", "t4", "--model", "qwen3-0.6b") == [89, 89]  # half of that host
+
+
+@pytest.mark.parametrize(("after_s", "is_shown"), [(-1.0, True), (1e9, False)])
+def test_requests_pass_through_and_the_bar_comes_late(after_s, is_shown, monkeypatch, capsys):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setattr(progress, "SHOW_AFTER_S", after_s)
+    rows = requests(*[(0.0, 10, 1)] * 300)
+    assert list(progress.track(iter(rows), "vllm-swap", len(rows))) == rows
+    assert ("vllm-swap: requests arrived" in capsys.readouterr().err) == is_shown
+
+
+def test_a_bar_of_runs_counts_those_that_ended_and_failed(monkeypatch):
+    """Three in two seconds, one of which failed; before any time has passed there is a rate, too."""
+    now_s, bars = [5.0], []
+    monkeypatch.setattr(progress, "monotonic", lambda: now_s[0])
+    monkeypatch.setattr(Progress, "start", lambda bar: bars.append(bar))
+    with progress.runs_bar("sweep") as begin:
+        told = begin(4)
+        (bar,) = bars
+        assert bar.console.stderr and bar.live.transient
+        (task,) = bar.tasks
+        assert (task.description, task.total, task.completed) == ("sweep", 4, 0)
+        assert task.fields == {"rate": 0.0, "failed": 0}
+        told(SimpleNamespace(error=None))
+        assert task.fields["rate"] == pytest.approx(1e9)
+        now_s[0] = 7.0
+        told(SimpleNamespace(error="no such GPU"))
+        told(SimpleNamespace(error=None))
+        assert task.completed == 3 and task.fields == {"rate": 1.5, "failed": 1}

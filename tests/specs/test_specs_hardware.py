@@ -6,6 +6,7 @@ import pytest
 
 from sim.errors import UserError
 from sim.specs.hardware import BUILT_IN, DEVICES, built_in_hardware, gpu_called, load_hardware
+from sim.specs.json_file import read_json_object
 from sim.specs.quantization import PRODUCT_FORMATS
 
 
@@ -106,3 +107,21 @@ def test_what_ships_is_read_once_and_a_file_of_ones_own_anew(tmp_path):
     assert load_hardware("l20") is load_hardware("L20")
     assert load_hardware(write(tmp_path, "memory_bytes", {"value": 1e9})).memory_bytes == 1e9
     assert load_hardware(write(tmp_path, "memory_bytes", {"value": 2e9})).memory_bytes == 2e9
+
+
+@pytest.mark.parametrize("number", [2**63 - 1, 1 - 2**63])
+def test_the_largest_numbers_are_read(tmp_path, number):
+    (tmp_path / "a.json").write_text(f'{{"n": {number}}}')
+    assert read_json_object(tmp_path / "a.json") == {"n": number}
+
+
+@pytest.mark.parametrize("number", [2**63, -(2**63)])
+def test_larger_ones_are_refused(tmp_path, number):
+    (tmp_path / "a.json").write_text(f'{{"n": {number}}}')
+    with pytest.raises(UserError, match="more than 64 bits"):
+        read_json_object(tmp_path / "a.json")
+
+
+def test_what_cannot_be_read_says_why(tmp_path):
+    with pytest.raises(UserError, match=r"a\.json: cannot be read \(No such file or directory\): check the path"):
+        read_json_object(tmp_path / "a.json")

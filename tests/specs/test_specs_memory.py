@@ -1,4 +1,4 @@
-"""KV pools: worked out by hand, near the reference values, and as real engines printed them."""
+"""KV pools: worked out by hand, near the reference values, as real engines printed them; layers of vLLM's stages."""
 
 import kv_pools
 import msgspec
@@ -11,6 +11,7 @@ from sim.specs.expert_layout import ExpertLayout
 from sim.specs.hardware import load_hardware
 from sim.specs.memory import OLDER, EngineMemory, activation_bytes, kv_cache_blocks, mxfp4_bytes
 from sim.specs.models import built_in_models, load_model
+from sim.specs.stages import partitioned
 
 GIB = 2**30
 # Models that an H200 holds alone and eight GPUs can share.
@@ -173,3 +174,39 @@ def test_swap_space_of_all_gpus_is_in_the_hosts_memory():
     assert pool("llama-2-7b", "h100", tensor_parallel_size=4, swap_space_bytes_per_gpu=host_bytes / 4).num_cpu_blocks
     with pytest.raises(UserError, match=r"--swap-space .* times 4 GPUs must be 0 to the host's 2000 GB: choose less"):
         pool("llama-2-7b", "h100", tensor_parallel_size=4, swap_space_bytes_per_gpu=1.01 * host_bytes / 4)
+
+
+@pytest.mark.parametrize(
+    ("layers", "stages", "expected"),
+    [
+        (32, 4, (8, 8, 8, 8)),
+        (61, 2, (31, 30)),
+        (61, 4, (15, 15, 16, 15)),
+        (62, 4, (15, 16, 16, 15)),
+        (63, 4, (16, 16, 16, 15)),
+        (32, 1, (32,)),
+    ],
+)
+def test_what_is_left_over_goes_to_the_middle(layers, stages, expected):
+    """As `get_pp_indices` of vLLM 0.33 says of these."""
+    assert partitioned(layers, stages) == expected
+
+
+def test_a_partition_that_was_asked_for_counts():
+    assert partitioned(61, 3, "20,21, 20") == (20, 21, 20)
+
+
+@pytest.mark.parametrize(
+    ("stages", "asked", "words"),
+    [
+        (2, "16,x", "--pp-layer-partition 16,x: is not layers of each stage"),
+        (2, "32,0", "is not layers of each stage"),
+        (2, "", "is not layers of each stage"),
+        (2, "10,11,11", "3 stages of 32 layers in all; the model has 32 on 2"),
+        (2, "16,17", "2 stages of 33 layers in all; the model has 32 on 2"),
+        (40, None, "--pipeline-parallel-size 40: the model has 32 layers"),
+    ],
+)
+def test_what_is_no_partition_is_refused(stages, asked, words):
+    with pytest.raises(UserError, match=words):
+        partitioned(32, stages, asked)

@@ -12,13 +12,13 @@ import kvtwin
 from kvtwin.command_line import build_parser
 from sim.errors import UserError
 from sim.options.flags import read_options
-from sim.study import search
+from sim.study import race, search
 from sim.study.deployments import Deployment, Layouts, Space
 from sim.study.limits import changes
 from sim.study.plan import Held, plan, read_plan
 from sim.study.plan_report import _paragraphs, error_sentences, front, lines
 from sim.study.points import Outcome
-from sim.study.search import PRECISION, Reached
+from sim.study.search import PRECISION, Ran, Reached, Slo
 from sim.study.serve_commands import manifest, run_command, serve_commands
 from sim.study.sweep import Means, Place
 
@@ -489,3 +489,25 @@ def test_how_far_off_the_slos_metrics_may_be_is_told_by_measured_rows():
 def test_a_page_has_a_paragraph_a_sentence_and_lists_that_stand_apart():
     told = ["first", "  one", "  two", "last"]
     assert [*_paragraphs(told)] == ["", "first", "", "- one", "- two", "", "last"]
+
+
+def test_deployments_are_alike_only_if_they_were_so_at_the_loads_near_the_best(monkeypatch):
+    """All are given up at the same time one load above: those that sustained the best one at unlike TTFTs come on."""
+    deployments = [Deployment({"ttft_ms": ttft_ms}, 1, "one engine", False, ()) for ttft_ms in (10.0, 20.0, 20.0)]
+
+    def runs(asked, *_):
+        return [
+            Ran(options, 1, Outcome("k", missed_s=5.0) if options["rate_scale"] > 1.0 else Outcome("k", told(options)))
+            for options in asked
+        ]
+
+    def told(options):
+        return {"mean_ttft_ms": options["ttft_ms"], "completed": 40, "num_prompts": 40} | dict.fromkeys(
+            ("mean_tpot_ms", "p99_ttft_ms", "p99_tpot_ms", "duration"), 1.0
+        )
+
+    monkeypatch.setattr(race, "runs", runs)
+    monkeypatch.setattr(race, "_second", lambda raced, ground: raced)
+    ground = race.Ground(lambda span_s, load: {}, [Slo("p99_ttft_ms", 100.0)], None, None, race.Work(None))
+    found, refused = race.race(deployments, ground, 1.0)
+    assert [one.deployment.options["ttft_ms"] for one in found] == [10.0, 20.0] and not refused
