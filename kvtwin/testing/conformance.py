@@ -22,7 +22,6 @@ from sim.cost.host import Host
 from sim.engine.limits import Limits
 from sim.engine.sequence import Sequence, Status
 from sim.errors import UserError
-from sim.kv.block_pool import CachingPool
 from sim.parts.catalogue import BATCHINGS, STAGES
 from sim.systems.base import Asked, Policy
 from traces.request import Request, ToolCall
@@ -242,7 +241,7 @@ def check_forgotten(policy: Policy) -> None:
     pool = outcome.scheduler.gpu
     # A chunk of a conversation knows which turn had it last.
     num_cached = outcome.scheduler.memory.num_cached_on_host
-    num_cached += pool.index.num_idle if isinstance(pool, CachingPool) else 0
+    num_cached += pool.index.num_idle if pool.index is not None else 0
     assert num_held <= MOST_HELD + num_cached, f"{num_held} of {len(rows)} sequences that ended are still held"
 
 

@@ -7,7 +7,6 @@ back by vLLM; one that is to be computed again is preempted in vLLM at once.
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from sim.engine.batch import DecodeBatch
 from sim.engine.limits import Limits
 from sim.engine.sequence import Sequence
 from sim.errors import InvariantError
@@ -128,12 +127,9 @@ class VllmBlocks(PagedMemory):
 
     # -- decodes -----------------------------------------------------------------------------------------------------
 
-    def grow(self, batch: DecodeBatch, spare: int = 1) -> bool:
-        if self.gpu.free < batch.blocks_needed(1) + spare:
-            return False
-        for seq in batch.members:
+    def take_decodes(self, num_blocks: int) -> None:
+        for seq in self.batch.members:
             self.append(seq)
-        return True
 
     def append(self, seq: Sequence) -> None:
         # A token that neither begins a block nor fills one takes nothing, and is hashed with none.

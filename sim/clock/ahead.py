@@ -91,7 +91,7 @@ class AheadMember(Member):
     def _price(self, plan: IterationPlan) -> StepTimes:
         times = self._run_ahead(plan, self._starts_s)
         self._decides_s = max(self._starts_s, self.lanes.host.free_s)
-        if times.last_s is not None:
+        if times.iterations > 1:
             self._decides_s = max(self._decides_s, times.end_s - times.last_s)
         return times
 

@@ -137,7 +137,8 @@ class Instance:
                     observer(plan, start_s, newer)
                 newer_ended = engine.commit_ahead(plan, newer)
             if older is not None:
-                now_s = max(now_s, older.end_s)
+                if older.end_s > now_s:
+                    now_s = older.end_s
                 engine.deliver(older_ended)
             elif newer is None:
                 wakes_s = self._wakes_s
@@ -145,9 +146,9 @@ class Instance:
                     break
                 now_s = wakes_s
             older, older_ended = newer, newer_ended
-            if older is not None and (last_s := older.last_s) is not None:
+            if older is not None and older.iterations > 1:
                 # All iterations of a jump but the last have been scheduled with it.
-                now_s = max(now_s, free_s - last_s)
+                now_s = max(now_s, free_s - older.last_s)
             # Host time: the next is scheduled once this one's is over.
             if host.free_s > now_s:
                 now_s = host.free_s

@@ -112,7 +112,10 @@ def after_host_s(host: Host, num_sequences: int, now_s: float, lane: Lane, devic
     start_s = (lane.free_s if follows else now_s) + seconds
     if start_s < now_s:
         start_s = now_s
-    lane.run(start_s - seconds, seconds, "host")
+    if lane.intervals is None:
+        lane.busy_s += seconds
+    else:
+        lane.run(start_s - seconds, seconds, "host")
     lane.free_s = start_s
     return start_s
 

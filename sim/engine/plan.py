@@ -52,9 +52,9 @@ class StepTimes:
         self.first_end_s, self.second_s, self.slope_s, self.end_s = first_end_s, second_s, slope_s, end_s
 
     @property
-    def last_s(self) -> float | None:
-        """Duration of the last iteration, s; None where there was only one, whose start the reader knows."""
-        return self.second_s + self.slope_s * (self.iterations - 2) if self.iterations > 1 else None
+    def last_s(self) -> float:
+        """Duration of the last iteration, s, where there were several: the reader knows when the first began."""
+        return self.second_s + self.slope_s * (self.iterations - 2)
 
 
 class WindowTokens(NamedTuple):

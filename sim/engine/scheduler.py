@@ -225,6 +225,8 @@ class Scheduler:
             self.batching.end_in_order(plan, ended, end_s)
         elif plan.chunks:
             self.batching.commit_chunks(plan, end_s)
+        if times.iterations > 1:
+            self.batching.record_repeats(times.iterations - 1)
         for committed in self._committed:
             committed(plan, times)
         if not self._frees_in_order:

@@ -1,39 +1,8 @@
-"""`BlockPool`, `CachingPool`: the KV blocks of one tier, kept as counts that cannot go wrong silently."""
+"""`BlockPool`: the KV blocks of one tier, kept as counts that cannot go wrong silently."""
 
 from abc import ABC, abstractmethod
 
 from sim.errors import InvariantError
-
-
-class BlockPool:
-    """Free and used blocks of one tier, with the ledger LayerKV's Eq. 5 speaks of.
-
-    A block is `block_tokens x layer_group` (group = all layers for vLLM, 1 for LayerKV); the pool only counts.
-    `num_allocated` and `num_released` are running totals: Avail(t+1) = Avail(t) + Released(t) - Allocated(t).
-    """
-
-    __slots__ = ("free", "name", "num_allocated", "num_blocks", "num_released")
-
-    def __init__(self, name: str, num_blocks: int) -> None:
-        self.name = name
-        self.num_blocks = num_blocks
-        self.free = num_blocks
-        self.num_allocated = 0
-        self.num_released = 0
-
-    def allocate(self, count: int) -> None:
-        """Take `count` blocks; more than are free is a bug of the caller, which must have asked first."""
-        if count < 0 or count > self.free:
-            raise InvariantError(f"{self.name}: {count} blocks asked for, {self.free} of {self.num_blocks} free")
-        self.free -= count
-        self.num_allocated += count
-
-    def release(self, count: int) -> None:
-        """Give back `count` blocks."""
-        self.free += count
-        self.num_released += count
-        if count < 0 or self.free > self.num_blocks:
-            raise InvariantError(f"{self.name}: {count} blocks given back, {self.free} of {self.num_blocks} free")
 
 
 class Evicts(ABC):
@@ -47,17 +16,37 @@ class Evicts(ABC):
         """Give up so many of them."""
 
 
-class CachingPool(BlockPool):
-    """A pool in which idle cached blocks count as free: the oldest of them give way when the others run out."""
+class BlockPool:
+    """Free and used blocks of one tier, with the ledger LayerKV's Eq. 5 speaks of.
 
-    __slots__ = ("index",)
+    A block is `block_tokens x layer_group` (group = all layers for vLLM, 1 for LayerKV); the pool only counts.
+    `num_allocated` and `num_released` are running totals: Avail(t+1) = Avail(t) + Released(t) - Allocated(t).
+    Idle cached blocks, which are in `index`, count as free: they give way when the others run out.
+    """
 
-    def __init__(self, name: str, num_blocks: int, index: Evicts) -> None:
-        super().__init__(name, num_blocks)
+    __slots__ = ("free", "index", "name", "num_allocated", "num_blocks", "num_released")
+
+    def __init__(self, name: str, num_blocks: int, index: Evicts | None = None) -> None:
+        self.name = name
+        self.num_blocks = num_blocks
         self.index = index
+        self.free = num_blocks
+        self.num_allocated = 0
+        self.num_released = 0
 
     def allocate(self, count: int) -> None:
-        BlockPool.allocate(self, count)
-        num_lacking = self.index.num_idle - self.free
-        if num_lacking > 0:
-            self.index.evict(num_lacking)
+        """Take `count` blocks; more than are free is a bug of the caller, which must have asked first."""
+        free = self.free - count
+        if count < 0 or free < 0:
+            raise InvariantError(f"{self.name}: {count} blocks asked for, {self.free} of {self.num_blocks} free")
+        self.free = free
+        self.num_allocated += count
+        if self.index is not None and self.index.num_idle > free:
+            self.index.evict(self.index.num_idle - free)
+
+    def release(self, count: int) -> None:
+        """Give back `count` blocks."""
+        self.free += count
+        self.num_released += count
+        if count < 0 or self.free > self.num_blocks:
+            raise InvariantError(f"{self.name}: {count} blocks given back, {self.free} of {self.num_blocks} free")

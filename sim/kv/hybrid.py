@@ -21,7 +21,7 @@ from sim.engine.pipelined import PipelinedScheduler
 from sim.engine.plan import IterationPlan
 from sim.engine.sequence import Sequence
 from sim.errors import InvariantError
-from sim.kv.block_pool import CachingPool
+from sim.kv.block_pool import BlockPool
 from sim.kv.hybrid_table import NOT_DUE, NOTHING, Match, Table
 from sim.kv.index.block_cache import BlockCache, CachedBlock, Key, chained
 from sim.kv.index.block_keys import BlockKeys
@@ -54,7 +54,7 @@ class HybridMemory(Memory):
         self._in_order = (*windowed, *full) if window.window_first else (*full, *windowed)
         self.caches_prefixes = limits.enable_prefix_caching
         self.cache = BlockCache(self.num_groups)
-        self.gpu = CachingPool(self.gpu.name, self.gpu.num_blocks, self.cache)
+        self.gpu = BlockPool(self.gpu.name, self.gpu.num_blocks, self.cache)
         self._hit_blocks = -(-(window.tokens - 1) // self.block_size)
         """Blocks of a windowed group that a sequence that goes on from a block's end reads."""
         in_flight = limits.max_num_batched_tokens * (limits.stages + schedules_ahead)
@@ -302,16 +302,13 @@ class HybridMemory(Memory):
     def append(self, seq: Sequence) -> None:
         self._extend(self._tables[seq], self.batch.num_tokens_of(seq))
 
-    def grow(self, batch: DecodeBatch, spare: int = 1) -> bool:
-        if self.gpu.free < self.decode_blocks() + spare * self.unit:
-            return False
-        due: list[Table] = []
+    def take_decodes(self, num_blocks: int) -> None:
+        batch, due = self.batch, list[Table]()
         while (table := self._pop_due(batch.step)) is not None:
             due.append(table)
         # Some may be overdue, having joined in the middle of a step: all go in order of admission.
         for table in sorted(due, key=lambda table: table.number):
             self._decode(table, batch.step, self._num_in_flight(table), self.scheduler.num_unknown(table.seq))
-        return True
 
     def grow_further(self, batch: DecodeBatch, steps: int) -> None:
         last = batch.step + steps - 1

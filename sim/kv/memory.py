@@ -231,19 +231,20 @@ class Memory(Part):
         False, and nothing is taken, where fewer than `spare` whole blocks would be left: vLLM wants one free for each
         sequence it visits, needed or not, so that the exact walk over single sequences (`append`) must decide then.
         """
-        needed = batch.blocks_needed(1)
-        if self.gpu.free < (needed + spare) * self.unit:
+        needed = self.decode_blocks()
+        if self.gpu.free < needed + spare * self.unit:
             return False
-        if needed:
-            self.gpu.allocate(needed * self.unit)
+        self.take_decodes(needed)
         return True
+
+    def take_decodes(self, num_blocks: int) -> None:
+        """Take what the next iteration of the whole batch needs, which are so many (`decode_blocks`) and free."""
+        if num_blocks:
+            self.gpu.allocate(num_blocks)
 
     def grow_further(self, batch: DecodeBatch, steps: int) -> None:
         """Take what iterations 2 to `steps` of the whole batch need."""
         self.gpu.allocate((batch.blocks_needed(steps) - batch.blocks_needed(1)) * self.unit)
-
-    def decodes_taken(self) -> None:
-        """The whole batch decodes in this step, and has its blocks."""
 
     def catch_up(self) -> None:
         """From now on, not all that decode may do so in each step."""

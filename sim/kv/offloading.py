@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, ClassVar, Self
 from sim.engine.changes import Move
 from sim.engine.limits import Limits
 from sim.engine.sequence import Sequence
-from sim.kv.block_pool import CachingPool
+from sim.kv.block_pool import BlockPool
 from sim.kv.index.prefix_index import Holding, Keys
 from sim.kv.memory import Memory
 from sim.kv.prefix import PrefixMemory
@@ -33,7 +33,7 @@ class OffloadingMemory(PrefixMemory):
         super().__init__(limits, in_flight_hits=True)
         self.connector = connector
         self.index = self._fenced = FencedIndex(self.published, connector.reused)
-        self.gpu = CachingPool(self.gpu.name, self.gpu.num_blocks, self.index)
+        self.gpu = BlockPool(self.gpu.name, self.gpu.num_blocks, self.index)
 
     def look_up(self, seq: Sequence, *, is_next: bool = True) -> None:
         if seq not in self._holdings:

@@ -11,7 +11,7 @@ from sim.engine.changes import make_place, make_release
 from sim.engine.limits import Limits
 from sim.engine.plan import IterationPlan
 from sim.engine.sequence import Sequence
-from sim.kv.block_pool import CachingPool
+from sim.kv.block_pool import BlockPool
 from sim.kv.index.block_keys import BlockKeys
 from sim.kv.index.prefix_index import Holding, Keys, Match, PrefixIndex
 from sim.kv.memory import ALL_LAYERS
@@ -45,7 +45,7 @@ class PrefixMemory(PagedMemory):
         super().__init__(limits)
         self.in_flight_hits = in_flight_hits
         self.index = PrefixIndex(self.published)
-        self.gpu = self.pool = CachingPool(self.gpu.name, self.gpu.num_blocks, self.index)
+        self.gpu = BlockPool(self.gpu.name, self.gpu.num_blocks, self.index)
         self.keys = BlockKeys(limits.block_size)
         # Of sequences whose blocks have keys, from their first look-up or preemption on.
         self._holdings: dict[Sequence, Holding] = {}
@@ -60,7 +60,7 @@ class PrefixMemory(PagedMemory):
         # Runs that are not executed have no ids to keep.
         from sim.kv.telling import TellingIndex  # noqa: PLC0415
 
-        self.index = self.pool.index = TellingIndex(self.published, self.scheduler)
+        self.index = self.gpu.index = TellingIndex(self.published, self.scheduler)
 
     def name_blocks(self, seq: Sequence, keys: tuple[int, ...]) -> None:
         self.index.extend(self._holdings[seq], keys)
@@ -181,8 +181,10 @@ class PrefixMemory(PagedMemory):
 
     # -- decodes -----------------------------------------------------------------------------------------------------
 
-    def decodes_taken(self) -> None:
-        """The whole batch decodes in this step: what that fills can be hit from now on, where in-flight hits are."""
+    def take_decodes(self, num_blocks: int) -> None:
+        """What that fills can be hit from now on, where in-flight hits are."""
+        if num_blocks:
+            self.gpu.allocate(num_blocks)
         if self.in_flight_hits:
             self._num_pending = 0
             if self._looked_up[2].growing:

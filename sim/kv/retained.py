@@ -13,7 +13,7 @@ from sim.engine.changes import Hit, Keep, Load, Move, Release, Store, Streamed, 
 from sim.engine.limits import Limits, TierCounters
 from sim.engine.plan import IterationPlan, StepTimes
 from sim.engine.sequence import Sequence
-from sim.kv.block_pool import CachingPool
+from sim.kv.block_pool import BlockPool
 from sim.kv.gaps import Span, gaps, split_by_gap
 from sim.kv.index.block_chain import FIRST_PRIVATE_KEY, BlockChain
 from sim.kv.index.retained_chunks import DIRTY, Chunk, ChunkStore
@@ -57,7 +57,7 @@ class RetentionMemory(Memory):
         super().__init__(limits)
         self.worth = worth
         self.store = ChunkStore(limits.num_cpu_blocks, self._cost_s)
-        self.gpu = self.pool = CachingPool(self.gpu.name, self.gpu.num_blocks, self.store)
+        self.gpu = BlockPool(self.gpu.name, self.gpu.num_blocks, self.store)
         self.least_spare = int(threshold * limits.num_gpu_blocks)
         self.chain = BlockChain(limits.block_size)
         self.tier = TierCounters(num_blocks=limits.num_cpu_blocks)
@@ -81,7 +81,7 @@ class RetentionMemory(Memory):
     def tell_blocks(self) -> None:
         from sim.kv.telling import TellingChunks  # noqa: PLC0415
 
-        self.store = self.pool.index = TellingChunks(self.store.num_host, self._cost_s, self.scheduler)
+        self.store = self.gpu.index = TellingChunks(self.store.num_host, self._cost_s, self.scheduler)
         self._tells = True
 
     def name_blocks(self, seq: Sequence, keys: tuple[int, ...]) -> None:

@@ -89,13 +89,6 @@ class WindowedMemory(PagedMemory):
     def append(self, seq: Sequence) -> None:
         self.gpu.allocate(self.decode_blocks_of(seq))
 
-    def grow(self, batch: DecodeBatch, spare: int = 1) -> bool:
-        needed = self._needed(1)
-        if self.gpu.free < needed + spare * self.unit:
-            return False
-        self.gpu.allocate(needed)
-        return True
-
     def grow_further(self, batch: DecodeBatch, steps: int) -> None:
         self.gpu.allocate(self._needed(steps) - self._needed(1))
 

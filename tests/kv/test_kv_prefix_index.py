@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sim.engine.sequence import Sequence
-from sim.kv.block_pool import CachingPool
+from sim.kv.block_pool import BlockPool
 from sim.kv.index.block_keys import BlockKeys
 from sim.kv.index.prefix_index import Holding, PrefixIndex
 from traces.request import Image, Request
@@ -71,7 +71,7 @@ class Both:
     def __init__(self, num_blocks, lazy):
         self.full = {}
         self.index = PrefixIndex(lambda seq: (self.full[seq], self.full[seq]))
-        self.pool = CachingPool("GPU", num_blocks, self.index)
+        self.pool = BlockPool("GPU", num_blocks, self.index)
         self.plain = BlockByBlock(num_blocks)
         self.running = []
         self.lazy = lazy

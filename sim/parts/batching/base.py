@@ -65,6 +65,9 @@ class Batching(Part, ABC):
         """Why a request that arrives is not taken at all; None: it is."""
         return None
 
+    def record_repeats(self, count: int) -> None:
+        """Where decisions are recorded: the plan had so many further iterations, and decided the same in each."""
+
     @property
     def reports_copies(self) -> bool:
         """Whether each step, one without work too, is in flight with the copies that had ended when it was launched."""

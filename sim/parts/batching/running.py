@@ -108,8 +108,7 @@ class Running(Batching):
             needed = memory.decode_blocks() if batch.members else 0
             if needed + wanted <= memory.gpu.free:
                 if batch.members:
-                    memory.grow(batch, 0)
-                    memory.decodes_taken()
+                    memory.take_decodes(needed)
                     self.decode_all(plan)
                 if partial is not None and chunk > 0:
                     self._continue(plan, partial, chunk)

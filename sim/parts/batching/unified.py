@@ -7,7 +7,7 @@ that finds none preempts the last of those that run, or the least urgent; a step
 
 from typing import TYPE_CHECKING, ClassVar
 
-from sim.engine.plan import ADMITTED, IterationPlan, StepTimes
+from sim.engine.plan import ADMITTED, IterationPlan
 from sim.engine.sequence import Sequence
 from sim.errors import UserError
 from sim.parts.base import Wait
@@ -109,6 +109,8 @@ class Unified(Running):
 
     def _admit(self, plan: IterationPlan, now_s: float, budget: int) -> None:
         """Requests that wait, in order, until one of them finds no room."""
+        if budget <= 0 or len(self.running) >= self.max_num_seqs:
+            return
         order, memory = self.order, self.paged
         longest, may_pass = self._longest_chunk(), self.max_loras is not None or self.stages > 1
         while budget > 0 and order.waiting and len(self.running) < self.max_num_seqs:
@@ -219,7 +221,7 @@ class Unified(Running):
     def in_order(self, seqs: list[Sequence]) -> list[Sequence]:
         return sorted(seqs, key=self.running.__getitem__)
 
-    def committed(self, plan: IterationPlan, times: StepTimes) -> None:
+    def record_repeats(self, count: int) -> None:
         if self.record is not None:
-            for _ in range(times.iterations - 1):
+            for _ in range(count):
                 self.record(self._line)

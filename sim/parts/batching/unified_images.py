@@ -177,7 +177,6 @@ class UnifiedImages(Unified):
         return 1 if self.cache.held or self._unsure else steps
 
     def committed(self, plan: IterationPlan, times: StepTimes) -> None:
-        super().committed(plan, times)
         step, self._referring = self._referring, []
         if self.schedules_ahead:
             self._in_flight.append(step)

@@ -226,7 +226,6 @@ class UnifiedOffloading(Unified):
     # -- afterwards --------------------------------------------------------------------------------------------------
 
     def committed(self, plan: IterationPlan, times: StepTimes) -> None:
-        super().committed(plan, times)
         if self.schedules_ahead:
             self._in_flight.append((plan, self.connector.get_finished()))
         else:

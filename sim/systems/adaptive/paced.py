@@ -114,10 +114,10 @@ class Paced(Unified):
         for seq in list(self.partials):
             self._join_if_decode(seq)
         if batch.members and not self._alone:
-            if memory.decode_blocks() > memory.gpu.free:
+            needed = memory.decode_blocks()
+            if needed > memory.gpu.free:
                 return self._run_one_by_one(plan)
-            memory.grow(batch, 0)
-            memory.decodes_taken()
+            memory.take_decodes(needed)
             self.decode_all(plan)
             budget -= len(batch.members)
         for seq in self.partials:

@@ -131,15 +131,13 @@ class SavedStates(PagedMemory):
         if self._tells:
             self.scheduler.changes.append(Unsave(seq))
 
-    def grow(self, batch: DecodeBatch, spare: int = 1) -> bool:
-        if not super().grow(batch, spare):
-            return False
-        needed = batch.blocks_needed(1)
-        if needed:
-            while (wanted := needed - sum(map(batch.needs_block, self._unsaved_members()))) > self.host.free:
+    def take_decodes(self, num_blocks: int) -> None:
+        super().take_decodes(num_blocks)
+        if num_blocks:
+            needs_block = self.batch.needs_block
+            while (wanted := num_blocks - sum(map(needs_block, self._unsaved_members()))) > self.host.free:
                 self._forget_newest()
             self.host.allocate(wanted)
-        return True
 
     def _unsaved_members(self) -> list[Sequence]:
         return [seq for seq in self._unsaved if seq in self.batch.members]

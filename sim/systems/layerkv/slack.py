@@ -103,8 +103,7 @@ class SlackAdmission(Watermark):
 
     def committed(self, plan: IterationPlan, times: StepTimes) -> None:
         if plan.num_decodes and not plan.chunks:
-            last_s = times.last_s
-            self._last_tpot_s = times.end_s - self.scheduler.now_s if last_s is None else last_s
+            self._last_tpot_s = times.last_s if times.iterations > 1 else times.end_s - self.scheduler.now_s
 
     def joined(self, seq: Sequence) -> None:
         self.book.update(seq, decoding=True)

@@ -474,7 +474,7 @@ class ExtendFirst(Batching):
             self.memory.publish(seq, tokens)
 
     def committed(self, plan: IterationPlan, times: StepTimes) -> None:
-        if times.last_s is not None:
+        if times.iterations > 1:
             self._before = times.end_s - times.last_s, {}
         for _ in range(times.iterations - 1):
             if self.ratio > self._least_ratio:
