@@ -5,7 +5,6 @@ from dataclasses import replace
 from random import Random
 
 import pytest
-from decisions import CASES
 
 from kvtwin.testing import conformance, linear_machine, requests
 from kvtwin.testing.engines import limits
@@ -267,14 +266,20 @@ def test_a_part_that_forgets_nothing_is_caught() -> None:
 
 
 def test_a_broken_admission_is_caught() -> None:
-    """Random workloads seldom turn on slack that changes within a jump; those on which LayerKV is pinned do."""
-    caught, admission = [], broken(LayerKV, slack_without_time, tpot_slo_ms=30.0)
-    for case in CASES:
-        if case.name.startswith("slack-turns"):
-            workload = conformance.Workload(requests(*case.rows()), case.limits, case.machine())
-            conformance.check_jumps(LayerKV(tpot_slo_ms=30.0), workload)
-            try:
-                conformance.check_jumps(admission, workload)
-            except AssertionError:
-                caught.append(case.name)
+    """Random workloads seldom turn on slack that changes within a jump: here iterations grow with the context."""
+    admission = broken(LayerKV, slack_without_time, tpot_slo_ms=30.0)
+    limit = limits(80, 900, max_model_len=512, block_bytes=16.0 * 4 * 1024, seqs=24)
+    machine = linear_machine(limit.block_bytes, prefill=(0.005, 2e-4, 2e-8), decode=(0.02, 2e-5, 2e-5))
+    caught = 0
+    for seed in range(4):
+        dice, now_s, rows = Random(seed), 0.0, []
+        for _ in range(40):
+            now_s += 0.0 if dice.random() < 0.3 else dice.expovariate(3.0)
+            rows.append((now_s, dice.randint(20, 200), dice.randint(30, 160)))
+        workload = conformance.Workload(requests(*rows), limit, machine)
+        conformance.check_jumps(LayerKV(tpot_slo_ms=30.0), workload)
+        try:
+            conformance.check_jumps(admission, workload)
+        except AssertionError:
+            caught += 1
     assert caught

@@ -59,6 +59,11 @@ BUSY = (
     "adaptive:ttft-slo-ms=400,tpot-slo-ms=26,async-scheduling=true",
     "adaptive:predictor=oracle,ttft-slo-ms=1500,tpot-slo-ms=45",
     "adaptive:predictor=none,ttft-slo-ms=800,tpot-slo-ms=32,patience-s=3,async-scheduling=true",
+    "layerkv:tpot-slo-ms=30",
+    "layerkv:tpot-slo-ms=50,drop-irrecoverable=false,decode=stream",
+    "layerkv:slo-aware=false,horizon-steps=24,threshold=0.1",
+    "layerkv:decode=stream,slo-aware=false",
+    "layerkv:equations=paper,predictor=bucket,horizon-steps=5",
 )
 """These also with more requests, for a while, than they can serve in time."""
 STATEFUL = (

@@ -1,11 +1,10 @@
-"""LayerKV's decisions on cases worked by hand, and alike in jumps; what it decides is pinned (`pinned_layerkv.py`)."""
+"""LayerKV's decisions on cases worked by hand; those of crowded engines are pinned (`pinned_engines.py`)."""
 
 from math import inf
 from random import Random
 
 import numpy as np
 import pytest
-from decisions import CASES, Case, answer
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -15,7 +14,6 @@ from sim.cost.profile import load_profile
 from sim.engine.predictor import BucketPredictor
 from sim.engine.scheduler import Scheduler
 from sim.engine.sequence import Sequence
-from sim.options.policies import parse_policy
 from sim.specs.hardware import load_hardware
 from sim.specs.models import load_model
 from sim.systems.layerkv.equations import Equations
@@ -285,19 +283,3 @@ def test_a_half_done_prompt_keeps_its_place_when_one_before_it_is_offloaded() ->
     outcome = simulate(LayerKV(equations="paper"), arrivals, limit)
     assert outcome.scheduler.counters.policy["offloaded_by_forecast_layer_blocks"] > 0
     assert len(outcome.ended) == 5
-
-
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_jumps_change_no_decision(case: Case) -> None:
-    check_jumps(parse_policy(case.policy, {})[1], Workload(requests(*case.rows()), case.limits, case.machine()))
-
-
-def test_the_workloads_bring_about_what_layerkv_can_do() -> None:
-    seen: set[str] = set()
-    for case in CASES:
-        found = answer(case)
-        seen |= found["policy"].keys()
-        seen |= {request[4] for request in found["requests"]}
-        # Some decision is there in every case that a policy without layers would not take.
-        assert any(step[3][3] or step[3][4] for step in found["steps"]), case.name
-    assert seen >= {"emergency_offloads", "forecast_shortages", "streamed_sequences", "promoted", "finished"}
