@@ -50,18 +50,6 @@ def test_exact_iterations_give_the_coefficients_back(tmp_path):
     assert (profile.name, profile.gpu, profile.status) == ("mine", "a100-80g", "measured")
 
 
-def test_intervals_cover_the_coefficients(tmp_path):
-    """12 sets with noise and outliers: 95 % is meant, and 8 hits are four standard deviations below that."""
-    exact = steps()
-    rng, seen = np.random.default_rng(0), dict.fromkeys(TRUE, 0)
-    seconds = np.array([s.latency_s for s in exact])
-    for _ in range(12):
-        report = fitted([*timed(exact, seconds * noise(rng, len(exact))), *LINK], tmp_path)
-        for name, value in TRUE.items():
-            seen[name] += report.estimates[name].low <= value <= report.estimates[name].high
-    assert min(seen.values()) >= 8, seen
-
-
 def plan_of(sample):
     plan, b, n, c = IterationPlan(), sample.batch_size, sample.new_tokens, sample.context_tokens
     if sample.is_decode:

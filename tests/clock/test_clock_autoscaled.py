@@ -111,27 +111,6 @@ def test_dynamo_by_hand():
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("keda:max=2", "'keda' is no rule; give one of hpa, dynamo"),
-        ("hpa:max=4", "hpa needs target=X"),
-        ("dynamo", "dynamo needs max=N"),
-        ("hpa:target=1,max=4,goal=2", "hpa has no option 'goal'; it has min, max, start-s"),
-        ("hpa:target=0,max=4", "target=0 is no number above 0 and at most 100000"),
-        ("hpa:target=nan,max=4", "target=nan is no number above 0"),
-        ("hpa:target=1,max=2.5", "max=2.5 is no whole number from 1 to 100000"),
-        ("hpa:target=1,max=4,tolerance=-1", "tolerance=-1 is no number from 0 to"),
-        ("hpa:target=1,max=4,min=5", "max=4 is less than 5"),
-        ("dynamo:max=1", "max=1 is less than 2"),
-        ("hpa:target=1,max=4,metric=cpu", "metric=cpu is not in-flight or waiting"),
-    ],
-)
-def test_what_no_rule_can_follow_is_refused(text, said):
-    with pytest.raises(UserError, match=said):
-        parse_autoscale(text)
-
-
-@pytest.mark.parametrize(
     ("given", "said"),
     [
         ({"replicas": 5}, "5 at first is not min=1 to max=4"),

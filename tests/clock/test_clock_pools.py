@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from kvtwin.testing import limits, linear_machine, requests
 from kvtwin.testing.conformance import hosts_of
 from sim.engine.sequence import Status
-from sim.errors import UserError
 from sim.options.policies import parse_policy
 from sim.parts.stage.pull import Pull
 from sim.systems.distserve import DistServe
@@ -277,15 +276,6 @@ def test_what_is_pulled_is_mapped_where_it_decodes():
     rows = requests((0.0, 40, 3), (9.0, 40, 3))
     outcome = simulate_pools(policy, rows, limits(chunked=True, max_model_len=64, tokens=512))
     assert [member.engine.scheduler.counters.policy["mapped_blocks"] for member in outcome.members] == [3, 3]
-
-
-@pytest.mark.parametrize(
-    "policy",
-    ["layerkv:stage=hand-over", "hcache:stage=hand-over", "splitwise:memory=tiered-states", "distserve:order=mlfq"],
-)
-def test_what_cannot_hand_over_is_refused(policy):
-    with pytest.raises(UserError, match="goes with"):
-        simulate_pools(parse_policy(policy, {})[1], requests((0.0, 10, 2)), limits())
 
 
 def test_what_is_pulled_needs_all_its_blocks_although_some_could_be_hit():

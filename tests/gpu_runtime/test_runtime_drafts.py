@@ -12,7 +12,6 @@ from kvtwin.testing import live, requests, simulate
 from kvtwin.testing.live import GROWING, CheckedDevice, alike, tight_limits
 from sim.engine.acceptance import Acceptance
 from sim.engine.sequence import Sequence, Status
-from sim.errors import UserError
 
 
 class Noting(CheckedDevice):
@@ -134,10 +133,3 @@ def test_rows_without_a_draft_are_not_accepted_though_the_model_chooses_their_to
     assert drafts.accepted(seq, [0, 0, 0, 7]) == [0, 0, 0]
     assert drafts.take(seq, 2) == [0, 0]
     assert drafts.accepted(seq, [0, 0, 0]) == [0]
-
-
-@pytest.mark.parametrize("method", ["eagle", "mtp"])
-def test_drafts_of_a_model_are_refused_by_name(method):
-    policy = policy_of(f"vllm-v1:spec-method={method},spec-tokens=2,acceptance-rate=0.5")
-    with pytest.raises(UserError, match=f"spec-method={method}: a device computes no second model's drafts"):
-        live.serve(policy, requests((0.0, 9, 9)), tight_limits(policy, chunked=True))

@@ -7,7 +7,6 @@ from kvtwin.testing.engines import build_engine
 from sim.engine.changes import Move
 from sim.engine.plan import IterationPlan
 from sim.engine.sequence import Sequence, Status
-from sim.errors import UserError
 from sim.options.policies import parse_policy
 from sim.parts.eviction.swap import Swap
 from sim.systems.vllm055 import VllmSwap
@@ -89,8 +88,3 @@ def test_copies_of_those_that_run_give_way():
 @pytest.mark.parametrize("text", ["vllm-swap:memory=kept-copies", "sarathi:memory=kept-copies,eviction=swap"])
 def test_it_keeps_to_what_every_memory_must(text):
     conformance.check(parse_policy(text, {})[1], examples=25)
-
-
-def test_where_nothing_is_swapped_it_is_refused():
-    with pytest.raises(UserError, match="memory=kept-copies keeps what swaps leave on the host: it goes with eviction"):
-        simulate(parse_policy("vllm-recompute:memory=kept-copies", {})[1], [], limits())

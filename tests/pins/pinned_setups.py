@@ -244,7 +244,8 @@ QUESTIONS: tuple[dict[str, object], ...] = (
 RULES = (
     "hpa", "hpa:max=3", "hpa:max=1,target=2", "hpa:max=4,target=0", "hpa:max=4,target=1e5,min=5",
     "hpa:max=4.5,target=1", "hpa:max=4,target=2,metric=queue", "hpa:max=4,target=2,metric=waiting", "dynamo:max=2",
-    "dynamo:max=2,itl-ms=0", "dynamo:max=100001", "dynamo:max=9,min=0", "keda:max=2", "hpa:max=2,target=1,speed=1",
+    "dynamo:max=2,itl-ms=0", "dynamo:max=100001", "dynamo:max=9,min=0", "dynamo:max=1", "dynamo", "keda:max=2",
+    "hpa:target=nan,max=4", "hpa:target=1,max=4,tolerance=-1", "hpa:max=2,target=1,speed=1",
     "",
 )  # fmt: skip
 

@@ -11,8 +11,6 @@ from kvtwin.testing import limits, linear_machine, requests, simulate
 from kvtwin.testing.conformance import Workload, check_jumps, run
 from kvtwin.testing.engines import roofline_machine
 from sim.engine.sequence import Sequence
-from sim.errors import UserError
-from sim.options.policies import parse_policy
 from sim.options.scenario import Scenario
 from sim.results.goodput import Goodput
 from sim.run.prepare import prepare
@@ -252,20 +250,6 @@ def test_shared_blocks_are_not_moved():
     assert outcome.scheduler.counters.prefix_hit_tokens > 0
     assert "parked_sequences" not in outcome.scheduler.counters.policy
     assert len(outcome.ended) == 12
-
-
-def test_parking_needs_a_batching_that_knows_what_is_due():
-    _, mixed = parse_policy("vllm-recompute:order=triage,eviction=park", {})
-    with pytest.raises(UserError, match="batching=paced"):
-        simulate(mixed, requests((0.0, 16, 1)), limits())
-
-
-@pytest.mark.parametrize("memory", ["radix", "chunks", "tiered", "tiered-states"])
-def test_parking_needs_sequences_that_are_moved_whole(memory):
-    """What trees share would be given back twice, and copies of what has ended taken for parked sequences'."""
-    _, mixed = parse_policy(f"adaptive:memory={memory}", {})
-    with pytest.raises(UserError, match=r"whole sequences.*goes with memory=paged, not"):
-        simulate(mixed, requests((0.0, 16, 1)), limits())
 
 
 def test_what_decodes_the_last_token_that_it_had_takes_one_block_for_it():

@@ -14,7 +14,6 @@ from sim.engine.limits import Deployment
 from sim.engine.plan import IterationPlan, Origin, StepTimes, WindowTokens
 from sim.engine.scheduler import Scheduler
 from sim.engine.sequence import Sequence
-from sim.errors import UserError
 from sim.options.policies import parse_policy
 from sim.specs.models import load_model
 from sim.systems.ellm.batch_and_ratio import BatchAndRatio
@@ -417,17 +416,3 @@ def test_it_keeps_to_what_every_system_must_on_a_model_of_many_layers(text: str)
     limit = conformance.limits_of(policy, limits(gpu=18, host=200, max_model_len=256), 8, None)
     assert rebuilt(Workload(requests(*[(0.0, 60, 60)] * 4), limit, linear_machine())) > 50
     conformance.over_workloads(policy, lambda workload: rebuilt(workload) and None, examples=30, shrink=False)
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("ellm:eviction=swap", "eviction=swap moves whole sequences"),
-        ("ellm:admission=watermark", "admission=token-wise"),
-        ("ellm:batching=sarathi", "counts whole prompts"),
-        ("ellm:order=priority", "order=fcfs"),
-    ],
-)
-def test_parts_that_do_not_go_with_it_are_refused(text: str, message: str):
-    with pytest.raises(UserError, match=message):
-        simulate(parse_policy(text, {})[1], requests((0.0, 10, 2)), limits(), machine=linear_machine(layers=40))

@@ -23,7 +23,6 @@ from sim.systems.fastserve.mlfq import Mlfq
 from sim.systems.fastserve.preset import FastServe
 from sim.systems.fastserve.proactive_swap import ProactiveSwap
 from sim.systems.fastserve.quanta import Quanta
-from sim.systems.vllm055 import VllmRecompute
 
 ONE_SEAT = limits(seqs=1, max_model_len=128)
 FIFTY = FastServe(quantum_ms=50.0)
@@ -187,33 +186,6 @@ def test_what_waits_for_long_comes_first_by_hand() -> None:
 
 
 # -- what the paper claims -----------------------------------------------------------------------------------------
-
-
-def test_a_short_request_behind_long_ones_ends_first() -> None:
-    """Four long answers decode in all four seats when a short one comes; vLLM has no seat for it before one ends."""
-    rows = (*((0.0, 40, 100) for _ in range(4)), (1.0, 10, 3))
-    limit = limits(seqs=4, max_model_len=256)
-    _, preempting = by_hand(FIFTY, rows, limit)
-    _, first_come = by_hand(VllmRecompute(), rows, limit)
-    short = preempting.by_id()[4]
-    assert short.finish_s < min(preempting.by_id()[i].finish_s for i in range(4))
-    assert short.first_token_s < 1.0 + 0.024 + 0.033 + 1e-9  # at the next boundary, with three others
-    assert first_come.by_id()[4].first_token_s > first_come.by_id()[0].finish_s
-    assert preempting.scheduler.counters.policy["demotions"] > 0
-
-
-def test_swaps_come_before_memory_is_out() -> None:
-    """Long answers of a level that short ones pass, in a GPU that cannot hold all of them: copies go beside the
-    computation, ahead of need, and no iteration waits for one."""
-    rows = [(0.0, 60, 40), (0.0, 60, 40), *((0.3 + 0.05 * k, 10, 4) for k in range(20))]
-    policy = FastServe(quantum_ms=50.0, min_free_blocks=6)
-    steps, outcome = by_hand(policy, rows, limits(gpu=16, seqs=2, max_model_len=128))
-    counters = outcome.scheduler.counters
-    assert counters.policy["proactive_swap_outs"] > 0
-    assert counters.preemptions == counters.policy["late_swap_outs"] == 0
-    assert all(seq.num_generated == seq.request.output_tokens for seq in outcome.ended)
-    busy_s = [0.020 + 0.001 * step.num_tokens for step in steps if step.num_tokens]
-    assert [step.end_s - step.start_s for step in steps if step.num_tokens] == pytest.approx(busy_s, abs=1e-9)
 
 
 # -- what it never does --------------------------------------------------------------------------------------------

@@ -10,8 +10,6 @@ import pytest
 
 from kvtwin.testing import limits, linear_machine, requests, simulate
 from kvtwin.testing.conformance import Workload, check_jumps
-from sim.engine.itl import GapCollector
-from sim.errors import UserError
 from sim.kv.memory import Memory
 from sim.kv.radix import RadixMemory
 from sim.options.policies import parse_policy
@@ -336,14 +334,6 @@ def test_a_cache_brings_nothing_where_nothing_is_shared():
     without = simulate(Radix(), rows, replace(radix_limits(400), enable_prefix_caching=False))
     assert cached.scheduler.counters.prefix_hit_tokens == 0
     assert [s.finish_s for s in cached.ended] == pytest.approx([s.finish_s for s in without.ended])
-
-
-def test_parts_that_do_not_go_together_say_so():
-    machine = linear_machine()
-    for text, word in (("vllm-v1:order=dfs-weight", "memory=radix"), ("radix:memory=reserved", "memory=radix")):
-        policy = parse_policy(text, {})[1]
-        with pytest.raises(UserError, match=word):
-            policy.scheduler(radix_limits(100), GapCollector(), machine.deployment)
 
 
 def test_a_request_that_the_pool_cannot_hold_is_ignored():

@@ -14,7 +14,6 @@ from sim.cost.model import LayerTimes, LayerWork
 from sim.cost.restoring import LayerSplit, StateBytes, best_split, restore_times, state_share
 from sim.engine.changes import D2H, H2D, Save, Unsave
 from sim.engine.sequence import Sequence
-from sim.errors import UserError
 from sim.options.policies import parse_policy
 from sim.specs.models import load_model
 from sim.systems.kvpr.hosted_layers import HostedLayers
@@ -415,19 +414,6 @@ def test_many_restores_jump_as_they_step():
     assert sum(len(plan.mixed_restores) for plan, _, _ in outcome.plans) >= 3
     conformance.check_ends(outcome, workload)
     conformance.check_jumps(policy, workload)
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("kvpr:memory=layers", "memory=hosted-layers"),
-        ("hcache:eviction=proactive-swap", "eviction=swap"),
-        ("kvpr:stage=direct", "goes with stage=promote, stage=stream or"),
-    ],
-)
-def test_parts_that_do_not_go_together_are_refused(text: str, message: str):
-    with pytest.raises(UserError, match=message):
-        simulate(parse_policy(text, {})[1], requests((0.0, 10, 2)), limits())
 
 
 LAYERS, KEEP_FREE = 4, 1

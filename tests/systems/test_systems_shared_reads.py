@@ -4,10 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from kvtwin.testing import conformance, limits, linear_machine, roofline_machine, simulate
+from kvtwin.testing import conformance, limits, roofline_machine, simulate
 from kvtwin.testing.engines import DECODE
-from sim.engine.itl import GapCollector
-from sim.errors import UserError
 from sim.kv.shared_reads import SharedReads
 from sim.options.policies import parse_policy
 from sim.systems.batchllm.preset import BatchLLM
@@ -193,9 +191,3 @@ def test_a_plan_is_of_those_that_came_first_though_a_batch_runs_to_its_end(jump)
     outcome = simulate(policy, rows, shared_limits(1000), jump=jump)
     begins = [[chunk.seq.request.request_id for chunk in plan.chunks] for plan, _, _ in outcome.plans if plan.chunks]
     assert begins == [[0], [1], [2]]
-
-
-def test_parts_that_do_not_go_together_say_so():
-    deployment = linear_machine().deployment
-    with pytest.raises(UserError, match="prefix-groups"):
-        parse_policy("vllm-v1:memory=prefix-groups", {})[1].scheduler(batch_limits(100), GapCollector(), deployment)

@@ -1,7 +1,6 @@
 """Every format, and the traps of each: what a file says is what the stream of requests says."""
 
 import csv
-import gzip
 import json
 import sys
 import tracemalloc
@@ -104,19 +103,6 @@ def test_formats_are_told_by_their_first_line(tmp_path, name, text, expected):
     assert detect(path) == name
     assert rows(path) == expected
     assert rows(path, format=name) == expected
-
-
-@pytest.mark.parametrize("variant", ["crlf", "bom", "gz", "no newline", "blank lines"])
-def test_odd_but_right_files_read_the_same(tmp_path, variant):
-    text = "arrival_s,prompt_tokens,output_tokens\n0.5,10,2\n1.5,20,3\n"
-    data = {
-        "crlf": text.replace("\n", "\r\n").encode(),
-        "bom": b"\xef\xbb\xbf" + text.encode(),
-        "gz": gzip.compress(text.encode(), mtime=0),
-        "no newline": text.rstrip("\n").encode(),
-        "blank lines": b"\n" + text.replace("1.5", "\n1.5").encode() + b"\n\n",
-    }[variant]
-    assert rows(write(tmp_path, "t.csv", data)) == [(0.5, 10, 2), (1.5, 20, 3)]
 
 
 PLAIN = {

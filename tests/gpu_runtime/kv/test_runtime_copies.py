@@ -11,14 +11,13 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from runtime_small import SMALL, Runner
+from runtime_small import SMALL
 
 from gpu_runtime.kv import batched_copies, copy_engine, copy_worker
 from gpu_runtime.kv.copies import KVCopies
 from gpu_runtime.kv.copy_engine import CopyEngine, CopyFailed, contiguous_runs, pieces, prefers_staging
 from gpu_runtime.kv.pool import KVPool
 from gpu_runtime.kv.token_rows import TokenRows, token_places
-from gpu_runtime.model.decoder import Decoder
 from sim.engine.changes import Direction
 from sim.engine.sequence import Sequence
 from traces.request import Request
@@ -250,37 +249,6 @@ def test_an_inline_copy_is_over_when_it_was_asked_for():
             failed.wait()
 
 
-def test_kv_is_restored_from_hidden_states_kept_on_the_host(engine):
-    decoder = Decoder.random(SMALL, device="cpu", dtype=torch.float32, seed=1)
-    runner = Runner(decoder, layer_group=4)
-    kept_layers = TokenRows(engine, 8, SMALL.num_layers, 8, SMALL.hidden_size, torch.float32)
-    ids = [5, 2, 7, 0]
-    tokens = list(range(27))
-    for first, last in ((0, 13), (13, 14), (14, 27)):
-        runner.step({0: tokens[first:last]})
-        places = token_places(ids, first, last, 8)
-        for layer, hidden in runner.hidden.items():
-            kept_layers.save(layer, hidden, range(last - first), places).wait()
-    kept = runner.pool.data.clone()
-    runner.pool.data.zero_()
-    again = Runner(decoder, layer_group=4)
-    again.pool, again.tables = runner.pool, runner.tables
-    batch = again.batch({0: tokens})
-    everywhere = token_places(ids, 0, 27, 8)
-    for layer in range(4):
-        hidden, handle = kept_layers.load(layer, everywhere)
-        handle.wait_in_stream()
-        decoder.layers[layer].restore_kv(hidden, batch, again.pool, layer)
-    torch.testing.assert_close(again.pool.data, kept, atol=1e-6, rtol=1e-6)
-    hidden, handle = kept_layers.load(2, everywhere[10:19])
-    handle.wait()
-    whole, handle = kept_layers.load(2, everywhere)
-    handle.wait()
-    assert torch.equal(hidden, whole[10:19])
-    with pytest.raises(ValueError, match="1 blocks of 8 tokens for 9 tokens"):
-        token_places([0], 7, 9, 8)
-
-
 def test_some_rows_are_kept_and_others_are_left_as_they_are(engine):
     rows = TokenRows(engine, 3, 2, 4, 5, torch.float32)
     values = torch.randn(6, 5)
@@ -288,6 +256,8 @@ def test_some_rows_are_kept_and_others_are_left_as_they_are(engine):
     assert torch.equal(rows.data[2, 1, 1], values[4])
     assert torch.equal(rows.data[0, 1, 2], values[0])
     assert int((rows.data != 0).sum()) == 10
+    with pytest.raises(ValueError, match="1 blocks of 8 tokens for 9 tokens"):
+        token_places([0], 7, 9, 8)
 
 
 def test_states_that_were_made_in_inference_mode_are_kept():

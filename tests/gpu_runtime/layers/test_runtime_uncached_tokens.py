@@ -14,13 +14,11 @@ from runtime_variants import CONTIGUOUS, WORKLOADS, policy_of
 from gpu_runtime import device_memory
 from gpu_runtime.kv.block_ids import OutOfBlocks
 from gpu_runtime.layers.uncached_tokens import RebuildingPass, UncachedTokens
-from gpu_runtime.machine.live_memory import fit_to_machine
 from gpu_runtime.model.decoder import DecoderLayer
 from kvtwin.testing import live, requests
-from kvtwin.testing.live import BLOCK_SIZE, GROWING, ROWS, CheckedDevice, small_decoder, tight_limits
+from kvtwin.testing.live import BLOCK_SIZE, GROWING, CheckedDevice, small_decoder, tight_limits
 from sim.engine.changes import Rebuilt, Uncache
-from sim.errors import InvariantError, UserError
-from sim.options.scenario import Scenario
+from sim.errors import InvariantError
 from sim.systems.ellm.batch_and_ratio import BatchAndRatio
 from sim.systems.ellm.equations import CONFIGURATIONS
 from sim.systems.ellm.solver import Batch
@@ -219,11 +217,3 @@ def test_memory_that_runs_out_between_the_layers_leaves_no_copy_behind(monkeypat
 
 
 # -- what is refused -------------------------------------------------------------------------------------------------
-
-
-def test_layers_that_compute_again_between_copied_ones_are_refused():
-    policy = policy_of("ellm")
-    with pytest.raises(UserError, match=r"ellm layer-order: interleaved .* layer-order=contiguous"):
-        live.serve(policy, requests(*ROWS), tight_limits(policy))
-    with pytest.raises(UserError, match=r"ellm layer-order: interleaved .* layer-order=contiguous"):
-        fit_to_machine(Scenario(model="opt-13b"), policy, "cpu")

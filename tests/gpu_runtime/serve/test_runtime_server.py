@@ -188,21 +188,6 @@ def test_a_client_that_leaves_the_queue_makes_room():
     asyncio.run(run())
 
 
-def test_draining_finishes_what_was_accepted_and_refuses_the_rest():
-    async def run():
-        async with serving() as service:
-            service.gate.pause_s = 0.01
-            streams = [asyncio.create_task(service.stream(body_of(row))) for row in ROWS[:10]]
-            await service.until(lambda: service.thread.metrics.accepted == 10)
-            service.server.drain()
-            assert (await service.post(body_of(ROWS[0])))[0] == 503
-            assert (await service.get("/health"))[0] == 503
-            for row, events in zip(ROWS[:10], await asyncio.gather(*streams), strict=True):
-                assert token_ids(events) == tokens_alone(row)
-
-    asyncio.run(run())
-
-
 def test_a_crash_of_the_engine_is_an_error_for_every_open_request():
     async def run():
         async with serving(crashes=True) as service:
@@ -271,10 +256,6 @@ def test_a_failed_computation_ends_its_request_alone():
                 assert token_ids(events) == tokens_alone(ROWS[number])
 
     asyncio.run(run())
-
-
-def test_before_the_first_iteration_nothing_is_counted():
-    assert not any(EngineState())
 
 
 def test_every_metric_is_on_its_line():

@@ -47,62 +47,21 @@ def running():
 
 
 REFUSED = [
-    (b"{", None, "not JSON"),
     (b'{"prompt": "\\ud800"}', None, "not JSON"),
     (b"[" * 5000, None, "nested too deeply"),
     (b"[1]", None, "not a JSON object"),
-    ({}, "prompt", "missing"),
-    ({"prompt": ""}, "prompt", "empty"),
-    ({"prompt": [[]]}, "prompt[0]", "empty"),
     ({"prompt": ["a", [500]]}, "prompt[1]", "beyond the vocabulary"),
-    ({"prompt": 7}, "prompt", "not a list of token ids"),
-    ({"prompt": [0, -1]}, "prompt[1]", "not a token id"),
-    ({"prompt": [1, True]}, "prompt[1]", "not a token id"),
-    ({"prompt": [1, 101]}, "prompt", "token id 101 is beyond the vocabulary of 101"),
-    ({"prompt": [1] * 128}, "prompt", "leave no room in a context of 128; send at most 127"),
     ({"prompt": [1] * 120, "max_tokens": 9}, "max_tokens", "send at most 8"),
-    ({**GOOD, "max_tokens": 0}, "max_tokens", "at least 1"),
-    ({**GOOD, "max_tokens": "5"}, "max_tokens", "not a whole number"),
     ({**GOOD, "max_tokens": 10**30}, "max_tokens", "beyond the context"),
-    ({**GOOD, "min_tokens": -1}, "min_tokens", "at least 0"),
     ({**GOOD, "min_tokens": 5, "max_tokens": 4}, "min_tokens", "more than max_tokens, 4"),
-    ({**GOOD, "temperature": -1}, "temperature", "not between 0 and 2"),
-    ({**GOOD, "top_p": 1e30}, "top_p", "not between 0 and 1"),
-    ({**GOOD, "seed": 2.5}, "seed", "not a whole number"),
-    ({**GOOD, "seed": 1 << 63}, "seed", "lower it"),
-    ({**GOOD, "top_k": -2}, "top_k", "at least -1"),
     ({**GOOD, "stop_token_ids": [1 << 40]}, "stop_token_ids", "beyond the vocabulary"),
-    ({**GOOD, "stream": "yes"}, "stream", "not true or false"),
-    ({**GOOD, "stream_options": {"include_usage": True}}, "stream_options", '"stream": true'),
-    ({**GOOD, "stream": True, "stream_options": {"include_usage": 1}}, "stream_options.include_usage", "true or false"),
-    (
-        {**GOOD, "stream": True, "stream_options": {"continuous_usage_stats": True}},
-        "stream_options.continuous_usage_stats",
-        "not supported",
-    ),
-    ({**GOOD, "n": 0}, "n", "at least 1"),
     ({**GOOD, "n": 10**40}, "n", "that may wait"),
-    ({**GOOD, "best_of": 3}, "best_of", "not supported"),
-    ({**GOOD, "stop": [1]}, "stop", "list of texts"),
-    ({**GOOD, "stop": ["x"] * 17}, "stop", "at most 16"),
-    ({**GOOD, "logit_bias": {"1": 2}}, "logit_bias", "not supported"),
-    ({**GOOD, "temperature": "hot"}, "temperature", "not a number"),
-    ({**GOOD, "stop_token_ids": [None]}, "stop_token_ids[0]", "not a token id"),
 ]
+"""Of each kind one; all fields with other values are pinned (`pinned_live.py`)."""
 REFUSED_CHATS = [
-    ({}, "messages", "not a list of messages"),
-    ({"messages": ["hi"]}, "messages[0]", "no message"),
-    ({"messages": [{"role": "user", "content": None}]}, "messages[0].content", "not text"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0]", "no text"),
     ({"messages": [{"role": "user", "content": "x" * 200}]}, "messages", "leave no room"),
     ({**CHAT, "tools": [{"type": "function"}]}, "tools", "not supported"),
-    ({**CHAT, "chat_template": "{{ messages }}"}, "chat_template", "not supported"),
-    ({**CHAT, "chat_template_kwargs": 3}, "chat_template_kwargs", "not an object"),
-    (
-        {**CHAT, "continue_final_message": True, "add_generation_prompt": True},
-        "continue_final_message",
-        "does not go with add_generation_prompt",
-    ),
 ]
 
 
@@ -139,32 +98,6 @@ def test_what_clients_usually_send_is_accepted(running, path, body):
     status, answer, _ = running(body, path)
     assert status == 200, answer
     assert answer["usage"]["completion_tokens"] >= 1
-
-
-def test_the_model_is_listed_and_no_other_is_served(running):
-    service = running.service
-    loop = service.session._loop
-    status, text = asyncio.run_coroutine_threadsafe(service.get("/v1/models"), loop).result(10)
-    (model,) = json.loads(text)["data"]
-    assert (status, model["id"], model["root"], model["max_model_len"]) == (200, "small", "small", 128)
-    status, answer, _ = running({**GOOD, "model": "large"})
-    assert (status, answer["error"]["param"]) == (404, "model")
-    assert "'small'" in answer["error"]["message"]
-
-
-@pytest.mark.parametrize(
-    ("method", "path", "status"),
-    [("GET", COMPLETIONS, 405), ("POST", "/v1/models", 405), ("POST", "/v1/embeddings", 404), ("GET", "/", 404)],
-)
-def test_other_paths_and_methods_are_json_errors(running, method, path, status):
-    async def ask():
-        async with running.service.session.request(method, running.service.url + path) as response:
-            return response.status, await response.json(), response.headers
-
-    found, answer, headers = asyncio.run_coroutine_threadsafe(ask(), running.service.session._loop).result(10)
-    assert found == status
-    assert answer["error"]["code"] == status
-    assert ("Allow" in headers) == (status == 405)
 
 
 JSON = st.recursive(
@@ -263,18 +196,6 @@ def test_a_fault_of_ours_is_told_in_a_line_here_and_not_there(capfd, monkeypatch
             status, answer, _ = await service.post({"prompt": ["text", "more"], "max_tokens": 2})
             assert (status, answer["error"]["message"]) == (400, "prompt[0]: has no tokens; send some text")
             assert capfd.readouterr().err == ""
-
-    asyncio.run(run())
-
-
-def test_a_body_beyond_the_limit_is_refused():
-    async def run():
-        async with serving(max_body=1000) as service:
-            for data in ({**GOOD, "user": "x" * 1000}, b"x" * 5000):
-                status, answer, _ = await service.post(data)
-                assert status == 413
-                assert "1000 bytes" in answer["error"]["message"]
-            assert (await service.post(GOOD))[0] == 200
 
     asyncio.run(run())
 
