@@ -2,8 +2,11 @@
 
 import argparse
 import sys
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from msgspec.structs import replace
 
 from sim.errors import UserError
 from sim.files import folder_name
@@ -15,7 +18,8 @@ from sim.run.interrupts import INTERRUPTED
 from sim.systems import DEFAULT_POLICY
 
 if TYPE_CHECKING:
-    from sim.results.schema import Result
+    from sim.options.scenario import Scenario
+    from sim.results.schema import Bounds, Result
 
 EXPLAIN_HELP = (
     "What became of one request of a saved run and why it waited, in sentences; or what the slowest waited for beside "
@@ -168,7 +172,8 @@ def compare_command(arguments: argparse.Namespace) -> int:
         from sim.bounds.compared import best_bound  # noqa: PLC0415 - scipy is slow to import
 
         best = best_bound(setups)
-    with renewing(folder, below=[folder_name(label) for label in labels]) as new:
+    below = [folder_name(label) for label in labels]
+    with _other_draws(arguments, scenario) as others, renewing(folder, below=below) as new:
         results: list[Result] = []
         drawn = []
         status, ended = 0, None
@@ -201,11 +206,19 @@ def compare_command(arguments: argparse.Namespace) -> int:
             except KeyboardInterrupt:
                 print("kvtwin: interrupted; the policies are compared without bounds", file=sys.stderr)
                 status = INTERRUPTED
+        if not status and others:
+            try:
+                bounds = _over_draws(arguments, results, others, bounds)
+            except KeyboardInterrupt:
+                print("kvtwin: interrupted; the policies are compared on one draw", file=sys.stderr)
+                status = INTERRUPTED
+            except UserError as error:
+                print(f"kvtwin: {error}; the policies are compared on one draw", file=sys.stderr)
         write_comparison(new.place, results, bounds, figures=drawing is not None)
         write_asked(new.place, asked_values(arguments))
         if drawing is not None:
             drawing.write_figures(new.place / "figures", drawn)
-        # Bounds alone may be missing.
+        # Bounds and other draws alone may be missing.
         new.whole = len(results) == len(planned) and ended is None
     if ended is not None:
         tell_end(ended[0], new.home / ended[1])
@@ -213,3 +226,24 @@ def compare_command(arguments: argparse.Namespace) -> int:
         print("\n".join(comparison_lines(results, new.home, bounds, figures=drawing is not None)))
     _tell_taken(arguments, outputs, status)
     return status
+
+
+def _other_draws(arguments: argparse.Namespace, scenario: "Scenario") -> AbstractContextManager[list[dict[str, Any]]]:
+    """Of the traffic that policies are compared on; none where `--seeds` does not ask for them."""
+    if arguments.seeds is None:
+        return nullcontext([])
+    from sim.study.over_draws import other_draws  # noqa: PLC0415 - numpy is slow to import
+
+    return other_draws(asked_values(arguments), scenario, arguments.seeds)
+
+
+def _over_draws(
+    arguments: argparse.Namespace, results: list["Result"], others: list[dict[str, Any]], bounds: "Bounds | None"
+) -> "Bounds":
+    from sim.results.schema import Bounds  # noqa: PLC0415
+    from sim.study.cli import progress  # noqa: PLC0415
+    from sim.study.over_draws import over_draws  # noqa: PLC0415 - as above
+
+    with progress("draws", bool(arguments.quiet)) as bar:
+        found = over_draws(results, asked_values(arguments)["policy"], others, bar)
+    return replace(bounds or Bounds(), draws=1 + len(others), over_draws=found)

@@ -76,6 +76,10 @@ def add_bound_flags(parser: Any) -> None:  # noqa: ANN401 - the command line's o
     parser.add_argument("--bound", action=yes_or_no, default=None, help=text)
     text = "run each policy with infinite PCIe, infinite memory and known lengths, too"
     parser.add_argument("--lift-limits", action="store_true", default=None, help=text)
+    text = (
+        "draws of the traffic, which tell differences from chance: other seeds, or resamples of the trace (default: 1)"
+    )
+    parser.add_argument("--seeds", type=int, metavar="N", help=text)
 
 
 def _name_built_in(_: object, action: argparse.Action) -> None:

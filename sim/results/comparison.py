@@ -54,7 +54,10 @@ def comparison_lines(
             lines.append("  ".join((f"{name:<{name_width}}", *cells)).rstrip())
         lines.append("")
     if len(results) > 1:
-        lines += ["(x) ratio to the first policy; * best, or within 1 % of it, where they differ", ""]
+        lines.append("(x) ratio to the first policy; * best, or within 1 % of it, where they differ")
+        if bounds is None or bounds.draws < 2:
+            lines.append("of one draw of the traffic; --seeds 5 tells what is more than chance")
+        lines.append("")
     for sentence in all_sentences(results, bounds):
         # wrap() breaks at spaces but not at no-break spaces: a number keeps its unit.
         bound = re.sub(r"(?<=\d) (?=(%|ms|s)(\W|$))", "\xa0", sentence)

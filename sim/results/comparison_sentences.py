@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from sim.results.load import mean_decoding
 from sim.results.report import METRICS, NONE, labels, number, overload_sentences, queue_share, ratio
-from sim.results.schema import Bounds, Result
+from sim.results.schema import OVER_DRAWS, Bounds, Result, Spread
 
 SAME = 0.01
 """Relative differences up to this are called the same in sentences."""
@@ -23,7 +23,9 @@ def sentences(results: Sequence[Result]) -> list[str]:
 
 def all_sentences(results: Sequence[Result], bounds: Bounds | None) -> list[str]:
     """All that is said of a comparison: its engines first, then the load, the policies, and what bounds them."""
-    told = (engine_sentences(results), overload_sentences(results), sentences(results), bound_sentences(bounds))
+    bounds = bounds or Bounds()
+    told = (engine_sentences(results), overload_sentences(results), sentences(results))
+    told += (draw_sentences(results, bounds), bound_sentences(bounds))
     return [sentence for part in told for sentence in part]
 
 
@@ -47,10 +49,25 @@ def engines_differ(runs: Iterable[tuple[str, str]]) -> str | None:
     return f"The engines differ ({each}), so differences are theirs as well as the policies'."
 
 
-def bound_sentences(bounds: Bounds | None) -> list[str]:
+def draw_sentences(results: Sequence[Result], bounds: Bounds) -> list[str]:
+    """What differs from the first policy over draws of the traffic, and what no more than chance."""
+    found = []
+    for label, spreads in bounds.over_draws.items():
+        told = [(f"{OVER_DRAWS[name]} {_spread(spread)}", spread.is_chance) for name, spread in spreads.items()]
+        sure, chance = (", ".join(text for text, is_chance in told if is_chance is which) for which in (False, True))
+        parts = [part for part in (sure, chance and f"no more than chance: {chance}") if part]
+        head = f"Over {bounds.draws} draws of the traffic, {label} beside {labels(results)[0]}"
+        found.append(f"{head} (mean ratio, 95 % interval): {'; '.join(parts)}.")
+    return found
+
+
+def _spread(spread: Spread) -> str:
+    low, high = factor_text(spread.low).removesuffix("x"), factor_text(spread.high).removesuffix("x")
+    return f"{factor_text(spread.ratio)} ({low} to {high})"
+
+
+def bound_sentences(bounds: Bounds) -> list[str]:
     """How much of the reachable goodput each policy reaches, and what it would reach with a limit lifted."""
-    if bounds is None:
-        return []
     found = []
     if bounds.goodput_bound is not None:
         shares = [f"{label} reaches {_percent(share)}" for label, share in bounds.bound_shares.items()]

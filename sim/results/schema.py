@@ -204,8 +204,33 @@ class Result(Struct, kw_only=True, frozen=True):
         return f"<{type(self).__name__} of {self.policy}: {'; '.join([f'{self.completed:,} requests', *told])}>"
 
 
+OVER_DRAWS = {
+    "goodput_attainment": "SLOs met",
+    "output_throughput": "output tokens/s",
+    "mean_ttft_ms": "mean TTFT",
+    "p99_ttft_ms": "P99 TTFT",
+    "mean_tpot_ms": "mean TPOT",
+    "p99_tpot_ms": "P99 TPOT",
+    "mean_e2el_ms": "mean E2EL",
+}
+"""Fields of `Result` that are compared over draws of the traffic, in words."""
+
+
+class Spread(Struct, frozen=True):
+    """A ratio over draws of the traffic: geometric mean, and where it lies with 95 %, by Student's t on logarithms."""
+
+    ratio: float
+    low: float
+    high: float
+
+    @property
+    def is_chance(self) -> bool:
+        """Whether no difference is within the interval."""
+        return self.low <= 1.0 <= self.high
+
+
 class Bounds(Struct, kw_only=True, frozen=True):
-    """What no scheduler exceeds, and runs with one limit of the machine lifted."""
+    """What no scheduler exceeds, runs with one limit of the machine lifted, and runs on other draws of the traffic."""
 
     goodput_bound: float | None = None
     """The most goodput that any scheduler could reach with these prices and limits, requests/s
@@ -216,6 +241,11 @@ class Bounds(Struct, kw_only=True, frozen=True):
     lifted: dict[str, dict[str, dict[str, float | None]]] = {}
     """Label: limit lifted: metric: value, of `--lift-limits`: `infinite PCIe`, `infinite memory`, `known lengths`; a
     limit that a policy does not know is left out."""
+    draws: int = 1
+    """Draws of the traffic that `over_draws` is of, that of `metrics` among them: `--seeds`."""
+    over_draws: dict[str, dict[str, Spread]] = {}
+    """Label: metric: ratio to the first policy over all draws; empty without `--seeds`. A metric that is 0 or missing
+    in a draw is left out."""
 
 
 class Comparison(Bounds, kw_only=True, frozen=True):

@@ -23,7 +23,7 @@ from sim.results.load import offered, overload
 from sim.results.metrics import names
 from sim.results.page.charts import charts
 from sim.results.report import metric_values, run_lines
-from sim.results.schema import Bounds, Result
+from sim.results.schema import OVER_DRAWS, Bounds, Result, Spread
 from sim.results.sections import EngineUse, LaneUse, LatencyParts, Machine, TierUse, UsedEngineProfile, UsedProfile
 from sim.results.series import COLUMNS
 from sim.results.time_use import LIMITS
@@ -154,7 +154,15 @@ def bounds_of(rng: random.Random, results: Sequence[Result]) -> Bounds:
         goodput_bound=rng.choice((None, 0.0, 12.3456)),
         bound_shares={result.policy: rng.choice((0.0, 0.98765, 1.0)) for result in results[: rng.choice((0, 1, 9))]},
         lifted={result.policy: {"infinite PCIe": lifted} for result in results[: rng.choice((0, 1, 2))]},
+        draws=5,
+        over_draws={r.policy: dict(spreads_of(rng)) for r in results[1 : rng.choice((1, 2, 3))]},
     )
+
+
+def spreads_of(rng: random.Random) -> Iterator[tuple[str, Spread]]:
+    for name in rng.sample([*OVER_DRAWS], rng.randint(1, 3)):
+        ratio, half = rng.choice((0.0123, 0.9, 1.0, 345.6)), rng.choice((0.0, 0.2))
+        yield name, Spread(ratio, ratio * (1 - half), ratio * (1 + half))
 
 
 def told_of(place: int) -> Iterator[str]:
@@ -167,7 +175,7 @@ def told_of(place: int) -> Iterator[str]:
     yield from run_lines(base, folder)
     yield from comparison_lines(results, folder, bounds, figures=place % 2 == 0)
     yield from markdown_lines(results, bounds, figures=place % 3 == 0)
-    yield from bound_sentences(bounds)
+    yield from bound_sentences(bounds or Bounds())
     for result in results:
         found = overload(result)
         yield f"{result.policy}: {rounded(metric_values(result))} {rounded(offered(result))} {found}"
