@@ -50,15 +50,19 @@ def engines_differ(runs: Iterable[tuple[str, str]]) -> str | None:
 
 
 def draw_sentences(results: Sequence[Result], bounds: Bounds) -> list[str]:
-    """What differs from the first policy over draws of the traffic, and what no more than chance."""
+    """What differs from the first policy over draws of the traffic, and what no more than chance, or than `SAME`."""
     found = []
     for label, spreads in bounds.over_draws.items():
-        told = [(f"{OVER_DRAWS[name]} {_spread(spread)}", spread.is_chance) for name, spread in spreads.items()]
-        sure, chance = (", ".join(text for text, is_chance in told if is_chance is which) for which in (False, True))
-        parts = [part for part in (sure, chance and f"no more than chance: {chance}") if part]
+        told = [(f"{OVER_DRAWS[name]} {_spread(spread)}", _differs(spread)) for name, spread in spreads.items()]
+        sure, like = (", ".join(text for text, differs in told if differs is which) for which in (True, False))
+        parts = [part for part in (sure, like and f"no more than chance or 1 %: {like}") if part]
         head = f"Over {bounds.draws} draws of the traffic, {label} beside {labels(results)[0]}"
         found.append(f"{head} (mean ratio, 95 % interval): {'; '.join(parts)}.")
     return found
+
+
+def _differs(spread: Spread) -> bool:
+    return not spread.low <= 1.0 <= spread.high and abs(spread.ratio - 1.0) > SAME
 
 
 def _spread(spread: Spread) -> str:

@@ -223,11 +223,6 @@ class Spread(Struct, frozen=True):
     low: float
     high: float
 
-    @property
-    def is_chance(self) -> bool:
-        """Whether no difference is within the interval."""
-        return self.low <= 1.0 <= self.high
-
 
 class Bounds(Struct, kw_only=True, frozen=True):
     """What no scheduler exceeds, runs with one limit of the machine lifted, and runs on other draws of the traffic."""
