@@ -48,12 +48,6 @@ def test_what_schedules_ahead_and_stands_still_is_an_error(monkeypatch):
     assert str(caught.value) == "the engine stands still at 0.5 s with requests unfinished"
 
 
-def test_host_time_that_is_not_hidden_is_refused(tmp_path, capsys):
-    words = [*BASE, "--async-scheduling", "--engine-profile", "vllm-v1", "--out", str(tmp_path / "out")]
-    assert main(words) == 2
-    assert "--engine-profile vllm-v1: its host time is added to each iteration" in capsys.readouterr().err
-
-
 # -- left open -------------------------------------------------------------------------------------------------------
 
 SMALL = Scenario(workload="fixed", num_prompts=12, input_len=40, output_len=20, request_rate=20.0)

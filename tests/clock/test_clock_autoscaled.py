@@ -7,9 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from sim.errors import UserError
 from sim.options.policies import parse_policy
-from sim.options.scenario import Scenario, build_scenario
+from sim.options.scenario import Scenario
 from sim.results.metrics import ENGINE_COLUMNS, TABLE_COLUMNS
 from sim.results.result import assemble
 from sim.run.prepare import prepare
@@ -108,16 +107,3 @@ def test_dynamo_by_hand():
     assert rule.desired(0.0, views(2, 1), 0) == 2
     assert rule.desired(0.0, views(0), 0) == 1
     assert rule.desired(0.0, views(9, 9, 9, 9), 0) == 4
-
-
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        ({"replicas": 5}, "5 at first is not min=1 to max=4"),
-        ({"router": "prefix-affinity"}, "remembers engines by number"),
-        ({"pipeline_parallel_size": 2}, "leave out --pipeline-parallel-size 2"),
-    ],
-)
-def test_what_scales_badly_is_refused(given, said):
-    with pytest.raises(UserError, match=said):
-        build_scenario({"workload": "fixed", "autoscale": BUSY, **given})

@@ -101,17 +101,3 @@ def test_a_run_has_one_pool_and_one_scheduler_an_engine(tmp_path, capsys):
     # Of vLLM 0.5's virtual engines each has a share.
     assert queued["engines"][0]["num_gpu_blocks"] > virtual["engines"][0]["num_gpu_blocks"]
     capsys.readouterr()
-
-
-@pytest.mark.parametrize(
-    ("words", "told"),
-    [
-        (["--model", "llama-2-7b", "--policy", "vllm-v1", "--kv-offloading-size", "8"], "--kv-offloading-size"),
-        (["--model", "llama-2-7b", "--policy", "vllm-v1:stage=tool-calls"], "stage=tool-calls"),
-        (["--model", "llama-2-7b", "--policy", "vllm-v1:max-tokens-per-image=100"], "max-tokens-per-image"),
-    ],
-)
-def test_what_batches_in_flight_do_not_go_with_is_named(words, told, tmp_path, capsys):
-    base = ["run", "--workload", "fixed", "--gpu", "h100", "--pipeline-parallel-size", "2", "--out", str(tmp_path)]
-    assert kvtwin.main([*base, *words]) == 2
-    assert f": {told}: not simulated where batches pass through stages; leave it out" in capsys.readouterr().err

@@ -9,8 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtwin.testing import limits, linear_machine, requests
-from sim.errors import UserError
-from sim.options.policies import parse_policy
 from sim.systems.splitwise import Splitwise
 from sim.topology.mixed_pool import MixedPools
 from traces.request import Request
@@ -121,15 +119,3 @@ def test_jumping_changes_nothing_and_no_request_is_lost(
         arrivals,
         most,
     )  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("policy", "message"),
-    [
-        ("splitwise:max-pending-tokens=0", "max-pending-tokens"),
-        ("splitwise:mixed-pool=true,eviction=swap", "eviction=recompute"),
-    ],
-)
-def test_what_cannot_mix_is_refused(policy, message):
-    with pytest.raises(UserError, match=message):
-        simulate_pools(parse_policy(policy, {})[1], requests((0.0, 10, 2)), limits())

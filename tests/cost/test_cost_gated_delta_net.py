@@ -4,7 +4,6 @@ import pytest
 from msgspec import structs
 
 from calib.gdn import GdnSample, GdnTerms, predict_gdn_s
-from kvtwin.api import simulate
 from sim.cost.gated_delta_net import delta_net_price
 from sim.cost.profile import GDN_UNITS, load_profile
 from sim.cost.roofline import RooflineCost
@@ -136,19 +135,3 @@ def test_pools_hold_groups_of_ten_layers():
     off = setup(enable_prefix_caching=False)
     assert (off.limits.block_size, off.limits.block_bytes) == (1056, 1056 * 2048 * 40)
     assert setup(kv_cache_dtype="fp8").limits.block_size == 2112
-
-
-@pytest.mark.parametrize(
-    ("policy", "options", "words"),
-    [
-        ("sarathi", {}, "whose memory is vLLM v1's"),
-        ("vllm-v1:memory=radix", {}, "whose memory is vLLM v1's"),
-        ("vllm-v1:kv-offloading-size=20", {}, "--kv-offloading-size: qwen3.5-35b-a3b has layers that keep a state"),
-        ("vllm-v1", {"disable_hybrid_kv_cache_manager": True}, "--disable-hybrid-kv-cache-manager"),
-        ("vllm-v1", {"gpu": "l40s", "tp": 4}, "has no constants of Gated DeltaNet"),
-    ],
-)
-def test_what_refuses_such_a_model(policy, options, words):
-    scenario = Scenario(**{"model": "qwen3.5-35b-a3b", "gpu": "h200", "workload": "fixed", "num_prompts": 2} | options)
-    with pytest.raises(UserError, match=words):
-        simulate(scenario, policy)

@@ -12,7 +12,6 @@ from sim.bounds.work import least_work
 from sim.cost.profile import load_profile
 from sim.cost.roofline import RooflineCost
 from sim.engine.plan import WindowTokens
-from sim.errors import UserError
 from sim.options.policies import parse_policy
 from sim.options.scenario import build_scenario
 from sim.run.prepare import Setup, prepare
@@ -178,17 +177,3 @@ def test_jumped_runs_equal_stepped_ones(policy):
     arrivals = st.lists(rows, min_size=1, max_size=5).map(lambda found: requests(*sorted(found)))
     among = st.builds(lambda arrivals: Workload(arrivals, found.limits, machine), arrivals)
     check(parse_policy(policy, {})[1], examples=10, among=among)
-
-
-@pytest.mark.parametrize(
-    ("options", "told"),
-    [
-        ({"gpu": "a100-80g"}, "no kernels for the indexer of deepseek-v3.2 on compute capability 8.0, below 9.0"),
-        ({"kv_cache_dtype": "fp8"}, "no price with 16 heads a GPU: below 32 .* take --kv-cache-dtype bfloat16"),
-        ({"cost_form": "paper"}, "--model deepseek-v3.2: prices of form paper are those of the whole context"),
-        ({"sparse_attention": "quest:budget=9"}, "keep latents"),
-    ],
-)
-def test_what_has_no_price_is_refused(options, told):
-    with pytest.raises(UserError, match=told):
-        setup(**options)

@@ -11,7 +11,6 @@ from kvtwin.testing import limits, linear_machine, simulate
 from kvtwin.testing.engines import Outcome, roofline_machine
 from sim.engine.plan import IterationPlan, Origin, PrefillChunk
 from sim.engine.sequence import Sequence
-from sim.errors import UserError
 from sim.kv.index.block_chain import BlockChain, NamedChain
 from sim.kv.tiers import host_cache
 from sim.kv.tiers.fences import FencedStack
@@ -202,20 +201,6 @@ def test_where_there_is_no_room_the_longest_unused_file_gives_way():
 
 
 # -- what has it -----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("vllm-v1:kv-offloading-size=-0.5", "kv-offloading-size: -0.5 is not between 0 and"),
-        ("vllm-v1:cpu-chunks=5,batching=sarathi", "batching=unified"),
-        ("vllm-v1:cpu-chunks=5,storage-space=1,store-threshold=2", "store-threshold: with files behind the host"),
-    ],
-)
-def test_what_cannot_be_is_refused(text, words):
-    with pytest.raises(UserError, match=words):
-        policy = parse_policy(text, {})[1]
-        simulate(policy, [A], replace(limits(), enable_prefix_caching=True))
 
 
 @pytest.mark.parametrize("tp", [1, 4])

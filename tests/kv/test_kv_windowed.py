@@ -301,22 +301,6 @@ def test_latent_decodes_by_hand() -> None:
     assert found.cost.num_copies(3, 27) == 3 * 27
 
 
-@pytest.mark.parametrize(
-    ("policy", "given", "told"),
-    [
-        ("hcache", {}, "memory=saved-states: layers of {} share their KV or attend to a part of the context"),
-        ("vllm-v1", {"kv_offloading_size": 4.0},
-         "--kv-offloading-size: {} has layers that keep a window only; --disable-hybrid-kv-cache-manager keeps whole "
-         "prefixes"),
-    ],
-)  # fmt: skip
-def test_memories_of_whole_layers_want_no_window(policy: str, given: dict[str, float], told: str) -> None:
-    described = prepare(build_scenario({"workload": "fixed", "model": "gemma-2-9b"}), *parse_policy(policy, given))
-    with pytest.raises(UserError) as caught:
-        build_run(described, [])
-    assert str(caught.value) == told.format("gemma-2-9b")
-
-
 def test_layers_that_share_their_kv_have_it_once_and_not_apart(tmp_path) -> None:
     config = {
         "model_type": "llama", "num_hidden_layers": 4, "hidden_size": 64, "num_attention_heads": 8,

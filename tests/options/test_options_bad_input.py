@@ -87,41 +87,6 @@ def test_an_impossible_value_is_refused(tmp_path, capsys, flag):
 
 
 @pytest.mark.parametrize(
-    ("policy", "parts"),
-    [
-        ("layerk", ["--policy: unknown policy 'layerk'", "did you mean 'layerkv'?", "vllm-recompute"]),
-        ("layerkv:slo=1", ["'slo' is no option of layerkv", "slo_aware", "batching"]),
-        ("layerkv:slo-aware", ["'slo-aware' is not option=value"]),
-        ("layerkv:batching=sarati", ["batching=sarati: no such part", "did you mean 'sarathi'?"]),
-        ("vllm-recompute:eviction=layer-offload", ["eviction=layer-offload", "memory=layers"]),
-        ("fastserve:order=fcfs", ["batching=quanta", "order=mlfq"]),
-        ("sarathi:admission=slack,tpot-slo=3", ["'tpot_slo' is no option of sarathi", "tpot_slo_ms"]),
-        ("layerkv:decode=later", ["decode: 'later' is not promote or stream"]),
-        ("layerkv:predictor=bucket,predictor-accuracy=2", ["layerkv predictor-accuracy: 2.0 is not between 0 and 1"]),
-        ("layerkv:predictor-accuracy=0.5", ["predictor-accuracy=0.5 does nothing without predictor=bucket"]),
-        ("vllm-v1:kv-offloading-size=inf", ["--kv-offloading-size: inf is not between 0 and 1e+09 (GiB of"]),
-        ("cachedattention:disk-space=1e308", ["cachedattention disk-space: 1e+308 is not between 0 and 1e+09 (GiB"]),
-        ("vllm-swap:slo-aware=true", ["'slo_aware' is no option of vllm-swap", "its options: none"]),
-        ("ellm:layers-per-block=3", ["ellm layers-per-block: 3 does not divide the model's 32 layers"]),
-        (
-            "vllm-v1:spec-method=ngram,spec-tokens=1,synthetic-acceptance-rates=x",
-            ["synthetic-acceptance-rates: 'x' is not a number"],
-        ),
-        ("sglang:page-size=16,max-total-tokens=3", ["sglang max-total-tokens: 3 is less than a page of 16"]),
-        ("sglang:page-size=100", ["--max-num-batched-tokens: SGLang's chunks are whole pages", "no multiple of 100"]),
-        ("sglang:page-size=16 --block-size 32", ["--block-size: 32 where options of sglang say 16"]),
-        (
-            "vllm-recompute --data-parallel-size 2 --pipeline-parallel-size 2",
-            ["--data-parallel-size: 2 ranks of virtual engines are not modelled"],
-        ),
-    ],
-)
-def test_an_impossible_policy_is_refused(tmp_path, capsys, policy, parts):
-    policy, *words = policy.split()
-    refused(capsys, command(tmp_path / "out", *WORKLOAD, *words, policy=policy), parts)
-
-
-@pytest.mark.parametrize(
     ("words", "parts"),
     [
         ([], ["kvtwin: ", "COMMAND", "--help"]),

@@ -81,38 +81,6 @@ def test_where_one_of_several_runs_takes_an_option_the_others_leave_it(tmp_path,
             getattr(kvtwin, section)(study | {section: {"grid": {"max-num-seqs": [8]}} | asked}, tmp_path / "n", jobs=1)
 
 
-@pytest.mark.parametrize(
-    ("given", "told"),
-    [
-        ({"swap_space": 4.0, "num_cpu_blocks_override": 9}, "--swap-space: 4.0 does nothing beside --num-cpu-blocks"),
-        (
-            {"gpu_memory_utilization": 0.8, "num_gpu_blocks_override": 9},
-            "--gpu-memory-utilization: 0.8 does nothing beside --num-gpu-blocks-override 9; leave one of them out",
-        ),
-    ],
-)
-def test_the_size_of_a_pool_is_said_once(given, told):
-    with pytest.raises(UserError, match=told):
-        kvtwin.simulate(with_(**given), "vllm-swap")
-
-
-@pytest.mark.parametrize(
-    ("scenario", "policy", "told"),
-    [
-        (with_(request_rate=float("inf"), burstiness=2.0), "vllm-v1", "--burstiness: shapes arrivals, and with"),
-        (with_(gpu="v100", quantization="fp8"), "vllm-v1", "--gpu v100: vLLM has no kernels for FP8 weights"),
-        (SMALL, "cachedattention:disk-space=1,disk-read-gb-per-s=1e23", "disk-read-gb-per-s: 1e+23 is not between"),
-        (with_(**POOLS), "splitwise:waiting-share=2", "splitwise waiting-share: 2.0 is not between 1e-09 and 1"),
-        (with_(**POOLS), "distserve:waiting-share=2", "distserve waiting-share: 2.0 is not between 1e-09 and 1"),
-        (with_(**POOLS, prefill_pipeline_parallel_size=3), "distserve", "--prefill-pipeline-parallel-size: 3"),
-    ],
-)  # fmt: skip
-def test_what_cannot_be_is_refused_by_its_own_name(scenario, policy, told):
-    with pytest.raises(UserError) as caught:
-        kvtwin.simulate(scenario, policy)
-    assert told in str(caught.value)
-
-
 def test_a_flag_and_a_policys_text_that_differ_are_refused(tmp_path, capsys):
     words = [
         "run", "--workload", "fixed", "--num-prompts", "3", "--gpu", "l20", "--out", str(tmp_path / "out"), "--quiet",

@@ -149,16 +149,6 @@ def test_slos_given_apart_count_together(tmp_path, capsys):
     assert capsys.readouterr().err == "kvtwin: --goodput: ttft is given twice; name each once\n"
 
 
-def test_pipelines_want_an_engine_whose_host_time_is_serial():
-    def asked(engine):
-        scenario = Scenario(workload="fixed", pipeline_parallel_size=2, engine_profile=engine)
-        return prepare(scenario, *parse_policy("vllm-recompute", {}))
-
-    assert asked("vllm-0.5").engine_profile.host == "serial"
-    with pytest.raises(UserError, match=r"--engine-profile vllm-v1-async: its host time is hidden .* \(vllm-v1\)$"):
-        asked("vllm-v1-async")
-
-
 def test_a_linear_profile_knows_no_other_type_of_kv(tmp_path):
     path = tmp_path / "p.json"
     path.write_text(

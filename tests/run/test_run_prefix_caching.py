@@ -60,12 +60,3 @@ def test_nothing_is_said_where_nothing_is_shared():
     requests = [Request(i, 0.0, 32, 4, "", ids, 16) for i, ids in enumerate([(0, 1), (2, 3), (1, 0)])]
     assert list(note_shared_prefixes(requests, warnings)) == requests
     assert warnings == []
-
-
-@pytest.mark.parametrize("policy", ["layerkv", "vllm-swap", "orca"])
-def test_memory_that_shares_nothing_refuses(tmp_path, capsys, policy):
-    trace = tmp_path / "trace.csv"
-    trace.write_text(ROWS)
-    words = ["run", "--trace", str(trace), "--policy", policy, "--enable-prefix-caching", "--out", str(tmp_path / "o")]
-    assert main(words) == 2
-    assert "--enable-prefix-caching: " in (error := capsys.readouterr().err) and "memory=paged" in error

@@ -187,15 +187,6 @@ def test_each_decode_reads_its_last_tokens_whatever_the_context(gpu):
         assert cost.padding_s(decodes) == pytest.approx(decodes * (padded_s + 96 * 128 * 1024 * 13 / 16 / rate))
 
 
-@pytest.mark.parametrize(
-    ("policy", "what"),
-    [("layerkv", "memory=layers"), ("vllm-swap", "eviction=swap"), ("vllm-v1:cpu-chunks=10", "--kv-offloading-size")],
-)
-def test_what_moves_kv_refuses_last_tokens_that_no_block_holds(policy, what):
-    with pytest.raises(UserError, match=f"--kv-cache-dtype kivi2: .*{what}.* may move or share KV"):
-        kivi(policy=policy)
-
-
 def test_types_that_a_gpu_cannot_hold_are_refused():
     assert kv_dtype("fp8", load_hardware("l20")).name == "fp8_e4m3"
     assert kv_dtype("fp8_e5m2", load_hardware("v100")).bits == 8

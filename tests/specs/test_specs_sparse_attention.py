@@ -19,7 +19,6 @@ from sim.errors import UserError
 from sim.options.policies import parse_policy
 from sim.options.scenario import build_scenario
 from sim.run.prepare import Setup, prepare
-from sim.run.simulate import build_run
 from sim.specs.models import load_model
 from sim.specs.sparse_attention import parse_sparse_attention, with_sparse_attention
 from sim.study.serve_commands import serve_commands
@@ -257,43 +256,6 @@ def test_no_method_reads_more_than_its_index_beside_the_context(method, context)
     kv = with_sparse_attention(LLAMA, parse_sparse_attention(method)).kv_format()
     most = 1 + max(layers.index_share for layers in kv.layers)
     assert 0 < tokens_read(method, context) <= most * context + 1e-9
-
-
-@pytest.mark.parametrize(
-    ("method", "policy", "options", "told"),
-    [
-        ("tova:budget=9", "vllm-v1", {}, "'tova' is no method; give one of streaming-llm, h2o, snapkv"),
-        (
-            "kvpress",
-            "vllm-v1",
-            {},
-            r"kvpress needs compression-ratio=X \(of a prompt's tokens, those dropped\): give it",
-        ),
-        ("snapkv:budget=9", "layerkv", {}, "eviction=layer-offload keeps the whole context"),
-        ("snapkv:budget=9", "vllm-v1", {"enable_prefix_caching": True}, "depends on what follows; leave it out"),
-        ("snapkv:budget=9", "vllm-v1:kv-offloading-size=1", {}, "kv-offloading-size: .* and whole ones move"),
-        ("snapkv:budget=9", "vllm-v1:spec-method=ngram,spec-tokens=2,acceptance-rate=0.5", {}, "a part of a prompt"),
-        ("quest", "vllm-v1", {}, r"quest needs budget=N \(tokens attended to\): give it"),
-        ("quest:budgte=9", "vllm-v1", {}, "has no option 'budgte'; it has budget, page, dense-layers"),
-        ("quest:budget=0", "vllm-v1", {}, "budget=0 is no whole number from 1 to"),
-        ("double-sparsity:share=nan", "vllm-v1", {}, "share=nan is no number above 0 and at most 1"),
-        ("quest:budget=9,dense-layers=32", "vllm-v1", {}, "are all 32 layers of llama-2-7b: give fewer"),
-        ("h2o:budget=9", "vllm-v1", {}, "vllm-v1 splits prompts; give --no-enable-chunked-prefill"),
-        ("h2o:budget=9", "layerkv", {}, "eviction=layer-offload keeps the whole context; take vllm-recompute"),
-        ("double-sparsity", "hcache", {}, "share their KV or attend to a part of the context"),
-        ("quest:budget=9", "kvpr", {}, "share their KV or attend to a part of the context"),
-        ("infinigen", "kvpr:stage=stream", {}, "share their KV or attend to a part of the context"),
-        ("infinigen", "kvpr", {}, "give kvpr:partial-recompute=false"),
-        ("quest:budget=9", "vllm-v1", {"model": "gemma-3-27b"}, "keep a window, or share KV"),
-        ("quest:budget=9", "vllm-v1", {"model": "deepseek-v2-lite"}, "keep latents"),
-        ("quest:budget=9", "vllm-v1", {"cost_form": "paper"}, "prices of form paper are those of the whole context"),
-        ("streaming-llm:window=9", "vllm-v1", {"enable_prefix_caching": True}, "depends on what follows; leave it out"),
-    ],
-)
-def test_what_cannot_be_is_refused(method, policy, options, told):
-    with pytest.raises(UserError, match=told):
-        # Parts refuse when they are built.
-        build_run(setup(method, policy, **options), [])
 
 
 def test_no_command_starts_a_server_that_attends_so():

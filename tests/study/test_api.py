@@ -283,11 +283,3 @@ def test_half_a_character_where_a_number_goes_is_told(tmp_path, capsys):
     words = ["validate", "--against", str(tmp_path / "b.json"), "--gpu", "l20", "--out", str(tmp_path / "out")]
     assert kvtwin.main(words) == 2
     assert "b.json: is not the result of a benchmark: half a character" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("gbps", ["1e-320", "1e-9", "1e23"])
-def test_links_that_are_none_are_told(tmp_path, capsys, gbps):
-    words = ["--workload", "fixed", "--num-prompts", "3", "--prefill-replicas", "1", "--decode-replicas", "1"]
-    words = ["run", *words, "--policy", "distserve", "--link-gbps", gbps, "--out", str(tmp_path / "out")]
-    assert kvtwin.main(words) == 2
-    assert "Gbit/s is no link; give 0.001 to 1e9" in capsys.readouterr().err

@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from kvtwin.testing import engines
 from kvtwin.testing.engines import limits, simulate
-from sim.errors import UserError
 from sim.options.policies import parse_policy
 from sim.options.scenario import Scenario
 from sim.run.prepare import prepare
@@ -125,19 +124,6 @@ def test_what_becomes_of_adapters_is_told(tmp_path: Path, words: str, lora: str,
     execute(build_run(setup, requests_of(setup)))
     found = [text for text in setup.warnings if "adapters (lora)" in text or "an adapter (lora)" in text]
     assert [told in text for text in found] == [True] * bool(told)
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        ("vllm-v1:enable-lora=on,max-loras=0", "max-loras"),
-        ("vllm-v1:enable-lora=on,max-lora-rank=17", "1, 8, 16, 32"),
-        ("vllm-v1:enable-lora=on,stage=tool-calls", "return from a tool"),
-    ],
-)
-def test_what_does_not_go_is_refused(words: str, said: str) -> None:
-    with pytest.raises(UserError, match=said):
-        simulate(parse_policy(words, {})[1], [], limits(chunked=True))
 
 
 def test_a_workload_without_adapters_is_told_of_them_too() -> None:

@@ -117,11 +117,6 @@ def test_what_is_preempted_with_its_last_token_in_flight_saves_nothing(memory, n
     assert len(outcome.ended) == len(rows)
 
 
-def test_two_ways_to_the_host_are_refused():
-    with pytest.raises(UserError, match="memory=paged"):
-        run(A, policy=parse_policy("vllm-v1:memory=tiered,cpu-chunks=5", {})[1])
-
-
 def test_its_cache_cannot_be_turned_off():
     with pytest.raises(UserError, match="--no-enable-prefix-caching"):
         CachedAttention().prefix_caching(False)

@@ -12,7 +12,6 @@ from kvtwin import main
 from kvtwin.testing import engines
 from kvtwin.testing.engines import limits, simulate
 from sim.engine.sequence import Sequence
-from sim.errors import UserError
 from sim.kv.encoder_cache import EncoderCache
 from sim.options.policies import parse_policy
 from traces.request import Image, Request
@@ -80,20 +79,6 @@ def test_an_image_that_would_wait_for_ever_is_ignored(words: str, reason: str) -
     tokens = 33 if "more" in reason else 32
     _, outcome = chunks_of(words, Request(0, 0.0, 40, 1, images=(Image(0, tokens, 1),)), Request(1, 0.0, 40, 1))
     assert reason in outcome.by_id()[0].error and not outcome.by_id()[1].error
-
-
-@pytest.mark.parametrize(
-    ("words", "reason"),
-    [
-        ("max-tokens-per-image=24,spec-method=ngram,spec-tokens=1,acceptance-rate=0.5", "not simulated beside drafts"),
-        ("max-tokens-per-image=24,kv-offloading-size=1", "not simulated beside drafts"),
-        ("max-tokens-per-image=24,enable-lora=true", "not simulated beside drafts"),
-        ("max-tokens-per-image=33,disable-chunked-mm-input=true", "more than --max-num-batched-tokens 32"),
-    ],
-)
-def test_what_does_not_go_with_images_is_refused(words: str, reason: str) -> None:
-    with pytest.raises(UserError, match=reason):
-        chunks_of(words, Request(0, 0.0, 40, 1))
 
 
 places = st.tuples(st.integers(0, 20), st.sampled_from([1, 8, 16, 24]), st.integers(0, 3))

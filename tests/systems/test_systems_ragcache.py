@@ -10,7 +10,6 @@ from test_systems_cacheblend import draw_passages
 from test_systems_cachedattention import turn
 
 from kvtwin.testing import conformance, limits, linear_machine, simulate
-from sim.errors import UserError
 from sim.kv.tiers.host_cache import HostCache
 from sim.kv.tiers.replacement import Access
 from sim.options.policies import parse_policy
@@ -113,8 +112,3 @@ def test_popular_passages_are_hit_more_often_than_by_the_longest_unused():
         for kind in ("lru", "pgdsf")
     }
     assert hits["pgdsf"] > 1.05 * hits["lru"]
-
-
-def test_beside_a_disk_it_is_refused():
-    with pytest.raises(UserError, match="replacement=pgdsf: beside a disk"):
-        simulate(RagCache(disk_space=1.0), [], limits())

@@ -63,11 +63,6 @@ def test_so_many_states_as_are_asked_for_and_what_they_allow_to_run():
     assert (more.max_num_seqs, fewer.max_num_seqs) == (40, 20)
 
 
-def test_states_that_no_request_can_run_with_are_refused():
-    with pytest.raises(UserError, match=r"max-mamba-cache-size: of 4 states of qwen3.5-35b-a3b a request may take 5"):
-        limits_of("sglang:max-mamba-cache-size=4")
-
-
 def test_seats_asked_for_that_states_do_not_allow_are_said():
     asked = Scenario(model="qwen3.5-35b-a3b", gpu="h200", max_model_len=4096, max_num_seqs=64)
     setup = prepare(asked, *parse_policy("sglang:max-mamba-cache-size=50", {}))

@@ -157,34 +157,6 @@ def test_weights_and_kv_of_what_drafts_take_memory() -> None:
 PLENTY = "spec-tokens=2,acceptance-rate=0.5"
 
 
-@pytest.mark.parametrize(
-    ("text", "told"),
-    [
-        ("vllm-v1:spec-method=ngram,acceptance-rate=0.5", "spec-tokens: is missing"),
-        ("vllm-v1:spec-method=ngram,spec-tokens=0,acceptance-rate=0.5", "spec-tokens: 0; with"),
-        (f"vllm-v1:spec-method=ngram,{PLENTY},synthetic-acceptance-rates=0.5 0.5", "both are given; give one"),
-        ("vllm-v1:spec-method=ngram,spec-tokens=2,acceptance-rate=1.5", "acceptance-rate: 1.5 is not between 0 and 1"),
-        ("vllm-v1:spec-method=ngram,spec-tokens=2,synthetic-acceptance-rates=0.5", "1 given; give one for each of 2"),
-        ("vllm-v1:spec-method=ngram,spec-tokens=2,synthetic-acceptance-rates=0.5 0.6", "0.6 is not between 0 and"),
-        (f"vllm-v1:spec-method=draft_model,{PLENTY}", "spec-model: is missing"),
-        (f"vllm-v1:spec-method=eagle,{PLENTY},spec-model=llama-2-7b", "no other takes one"),
-        (f"vllm-v1:spec-method=sparse_kv,{PLENTY}", "spec-kv-budget: is missing"),
-        (f"vllm-v1:spec-method=ngram,{PLENTY},spec-kv-budget=9", "no other takes one (spec-method=ngram)"),
-        (f"vllm-v1:spec-method=draft_model,{PLENTY},spec-model=qwen3-0.6b", "words in its vocabulary"),
-        (f"vllm-v1:spec-method=ngram,{PLENTY},async-scheduling=true", "--async-scheduling: drafted tokens"),
-        (f"vllm-v1:spec-method=ngram,{PLENTY},cpu-chunks=10", "--kv-offloading-size: what a connector"),
-        (f"vllm-v1:spec-method=ngram,{PLENTY},memory=radix", "goes with memory=paged, not memory=radix"),
-        (f"sarathi:stage=speculative,spec-method=ngram,{PLENTY}", "goes with batching=unified, not batching=sarathi"),
-        ("vllm-v1:stage=speculative", "stage=speculative: spec-method is missing"),
-    ],
-)
-def test_what_does_not_go_with_drafts_is_refused(text: str, told: str) -> None:
-    with pytest.raises(UserError) as caught:
-        policy = parse_policy(text, {})[1]
-        policy.parts(limits(chunked=True), linear_machine().deployment)
-    assert told in str(caught.value)
-
-
 def test_where_no_acceptance_is_given_the_first_draft_says_so() -> None:
     """A trace may say it of every request; else the policy must."""
     policy = drafting("spec-tokens=2")

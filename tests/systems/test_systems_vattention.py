@@ -4,7 +4,6 @@ import pytest
 
 from kvtwin.testing import conformance, limits, linear_machine, requests, simulate
 from kvtwin.testing.engines import Outcome
-from sim.errors import UserError
 from sim.kv.page_options import PageOptions
 from sim.options.policies import parse_policy
 from sim.options.scenario import Scenario
@@ -73,15 +72,3 @@ def test_pools_are_counted_in_pages():
     )
     assert mapped.limits.block_size == 1024 and paged.limits.block_size == 16
     assert mapped.limits.num_gpu_blocks == paged.limits.num_gpu_blocks // 64
-
-
-@pytest.mark.parametrize(
-    ("given", "policy", "words"),
-    [
-        ({"block_size": 16}, "vattention", "--block-size: 16 where a page"),
-        ({}, "vattention:page-kib=4", "page-kib: 4 is less than the keys of a token"),
-    ],
-)
-def test_what_cannot_be_is_refused(given, policy, words):
-    with pytest.raises(UserError, match=words):
-        prepare(Scenario(**{"model": "llama-2-7b", **given}), *parse_policy(policy, {}))
