@@ -100,9 +100,6 @@ class VllmBlocks(PagedMemory):
         # Idle hits are free blocks as well, until they are taken.
         return self.blocks_holding(num_tokens) - len(hits) + sum(block.ref_cnt == 0 for block in hits)
 
-    def fits(self, seq: Sequence, keep_free: int) -> bool:
-        return self.gpu.free - self.blocks_wanted(seq, seq.num_tokens) >= keep_free
-
     def place(self, seq: Sequence, num_tokens: int) -> None:
         request = self.requests[seq]
         blocks, hit = self._hit(seq)

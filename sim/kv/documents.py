@@ -124,10 +124,6 @@ class DocumentMemory(PagedMemory):
 
     # -- prompts -----------------------------------------------------------------------------------------------------
 
-    def place(self, seq: Sequence, num_tokens: int) -> None:
-        self.take(seq, num_tokens)
-        self.count_hits(seq, seq.num_computed)
-
     def take(self, seq: Sequence, num_tokens: int) -> None:
         self.look_up(seq)
         hits, saved_s = self._hits(seq)

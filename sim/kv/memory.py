@@ -134,7 +134,7 @@ class Memory(Part):
 
     def blocks_wanted(self, seq: Sequence, num_tokens: int) -> int:
         """Free blocks that the first `num_tokens` tokens of a prompt that waits take."""
-        return self.blocks_holding(num_tokens)
+        return -(-num_tokens // self.block_size) * self.unit
 
     def blocks_to_admit(self, seq: Sequence, num_tokens: int, *, whole: bool) -> int:
         """Free blocks that must be there when a prompt starts with `num_tokens` tokens; `whole`: with room for all."""
@@ -178,14 +178,14 @@ class Memory(Part):
 
     def blocks_missing(self, seq: Sequence, num_tokens: int) -> int:
         """Blocks that a half-done prompt lacks for its first `num_tokens` tokens; at most 0: none."""
-        return self.blocks_holding(num_tokens) - self.held_blocks(seq)
+        return (-(-num_tokens // self.block_size) - seq.num_blocks) * self.unit
 
     def take_chunk(self, seq: Sequence, num_tokens: int) -> None:
         """Take them."""
-        blocks = self.blocks_missing(seq, num_tokens)
-        if blocks > 0:
-            self.gpu.allocate(blocks)
-            seq.num_blocks = -(-num_tokens // self.block_size)
+        blocks = -(-num_tokens // self.block_size)
+        if blocks > seq.num_blocks:
+            self.gpu.allocate(self.blocks_missing(seq, num_tokens))
+            seq.num_blocks = blocks
 
     def drop_unread(self, seq: Sequence) -> None:
         """`seq` is about to compute on: what it no longer reads is free."""

@@ -6,7 +6,7 @@ A prompt gets its blocks as it starts, a decode one more whenever its last block
 from itertools import pairwise
 from typing import TYPE_CHECKING, ClassVar
 
-from sim.engine.changes import Move, Restore, Tier, make_place, make_release
+from sim.engine.changes import Move, Restore, Tier, make_release
 from sim.engine.limits import Limits
 from sim.engine.plan import IterationPlan
 from sim.engine.sequence import Sequence
@@ -49,42 +49,6 @@ class PagedMemory(Memory, Swaps):
         # GPU blocks still held by sequences that are copied out piece by piece.
         self._to_send: dict[Sequence, int] = {}
 
-    # What a step asks most often, without going by way of what may be defined otherwise.
-
-    def blocks_holding(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.block_size)
-
-    def held_blocks(self, seq: Sequence) -> int:
-        return self.batch.num_blocks_of(seq) if seq in self.batch.members else seq.num_blocks
-
-    def ever_fits(self, seq: Sequence, keep_free: int) -> bool:
-        return self.gpu.num_blocks + seq.num_tokens // -self.block_size >= keep_free
-
-    def fits(self, seq: Sequence, keep_free: int) -> bool:
-        return self.gpu.free + seq.num_tokens // -self.block_size >= keep_free
-
-    def place(self, seq: Sequence, num_tokens: int) -> None:
-        blocks = seq.num_blocks = -(-num_tokens // self.block_size)
-        self.gpu.allocate(blocks)
-        self.scheduler.changes.append(make_place((seq, ALL_LAYERS, blocks, 0)))
-
-    def blocks_missing(self, seq: Sequence, num_tokens: int) -> int:
-        return -(-num_tokens // self.block_size) - seq.num_blocks
-
-    def take_chunk(self, seq: Sequence, num_tokens: int) -> None:
-        blocks = -(-num_tokens // self.block_size)
-        if blocks > seq.num_blocks:
-            self.gpu.allocate(blocks - seq.num_blocks)
-            seq.num_blocks = blocks
-
-    def decode_blocks(self) -> int:
-        return self.batch.blocks_needed(1)
-
-    def release(self, seq: Sequence) -> None:
-        self.gpu.release(seq.num_blocks)
-        seq.num_blocks = 0
-        self.scheduler.changes.append(make_release((seq,)))
-
     # -- to the host and back ----------------------------------------------------------------------------------------
 
     def can_swap_out(self, seq: Sequence) -> bool:
@@ -100,7 +64,7 @@ class PagedMemory(Memory, Swaps):
         self.scheduler.changes.append(move)
 
     def can_swap_in(self, seq: Sequence, keep_free: int) -> bool:
-        return self.gpu.free - (self.held_blocks(seq) + 1) >= keep_free
+        return self.gpu.free - self.held_blocks(seq) >= (keep_free + 1) * self.unit
 
     def swap_in(self, seq: Sequence, plan: IterationPlan) -> None:
         blocks = self.held_blocks(seq)

@@ -125,13 +125,6 @@ class PrefixMemory(PagedMemory):
 
     # -- prompts ---------------------------------------------------------------------------------------------------
 
-    def fits(self, seq: Sequence, keep_free: int) -> bool:
-        return self.gpu.free - self.blocks_wanted(seq, seq.num_tokens) >= keep_free
-
-    def place(self, seq: Sequence, num_tokens: int) -> None:
-        self.take(seq, num_tokens)
-        self.count_hits(seq, seq.num_computed)
-
     def blocks_wanted(self, seq: Sequence, num_tokens: int) -> int:
         match, blocks = self._match(seq), -(-num_tokens // self.block_size)
         # Idle hits are free blocks as well, until they are taken.

@@ -7,7 +7,6 @@ Nothing ever grows, so none is ever preempted.
 from typing import TYPE_CHECKING, ClassVar, Self
 
 from sim.engine.batch import DecodeBatch
-from sim.engine.changes import make_release
 from sim.engine.limits import Limits
 from sim.engine.plan import IterationPlan
 from sim.engine.sequence import Sequence
@@ -43,23 +42,12 @@ class ReservedMemory(PagedMemory):
     def blocks_missing(self, seq: Sequence, num_tokens: int) -> int:
         return 0
 
-    def ever_fits(self, seq: Sequence, keep_free: int) -> bool:
-        return self.gpu.num_blocks - self.blocks_for(seq) >= keep_free
-
-    def fits(self, seq: Sequence, keep_free: int) -> bool:
-        return self.gpu.free - self.blocks_for(seq) >= keep_free
-
     def place(self, seq: Sequence, num_tokens: int) -> None:
         self.take(seq, seq.num_tokens)
 
     def receive(self, seq: Sequence, num_tokens: int) -> int:
         self.take(seq, num_tokens)
         return seq.num_blocks
-
-    def release(self, seq: Sequence) -> None:
-        self.gpu.release(self.blocks_for(seq))
-        seq.num_blocks = 0
-        self.scheduler.changes.append(make_release((seq,)))
 
     def held_blocks(self, seq: Sequence) -> int:
         return self.blocks_for(seq)

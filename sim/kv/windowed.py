@@ -9,7 +9,6 @@ one. `HybridMemory` has vLLM 1's way, which frees blocks that have left the wind
 from typing import TYPE_CHECKING, Self
 
 from sim.engine.batch import DecodeBatch
-from sim.engine.changes import make_release
 from sim.engine.limits import Limits
 from sim.engine.plan import IterationPlan
 from sim.engine.sequence import Sequence
@@ -42,23 +41,11 @@ class WindowedMemory(PagedMemory):
     def held_blocks(self, seq: Sequence) -> int:
         return self.blocks_holding(seq.num_blocks * self.block_size)
 
-    def ever_fits(self, seq: Sequence, keep_free: int) -> bool:
-        return self.gpu.num_blocks - self.blocks_for(seq) >= keep_free * self.unit
-
-    def fits(self, seq: Sequence, keep_free: int) -> bool:
-        return self.gpu.free - self.blocks_for(seq) >= keep_free * self.unit
-
-    def place(self, seq: Sequence, num_tokens: int) -> None:
-        self.take(seq, num_tokens)
+    def blocks_wanted(self, seq: Sequence, num_tokens: int) -> int:
+        return self.blocks_holding(num_tokens)
 
     def blocks_missing(self, seq: Sequence, num_tokens: int) -> int:
         return self.blocks_holding(num_tokens) - self.held_blocks(seq)
-
-    def take_chunk(self, seq: Sequence, num_tokens: int) -> None:
-        blocks = -(-num_tokens // self.block_size)
-        if blocks > seq.num_blocks:
-            self.gpu.allocate(self.blocks_missing(seq, num_tokens))
-            seq.num_blocks = blocks
 
     def decode_blocks(self) -> int:
         return self._needed(1)
@@ -67,11 +54,6 @@ class WindowedMemory(PagedMemory):
         if not self.batch.needs_block(seq):
             return 0
         return self._num_full + (self._num_window if self._rings.ring_grows(seq) else 0)
-
-    def release(self, seq: Sequence) -> None:
-        self.gpu.release(self.held_blocks(seq))
-        seq.num_blocks = 0
-        self.scheduler.changes.append(make_release((seq,)))
 
     # -- decodes ---------------------------------------------------------------------------------------------------
 
@@ -106,8 +88,3 @@ class WindowedMemory(PagedMemory):
             else:
                 too_many = middle
         return fitting
-
-    # -- to the host and back ----------------------------------------------------------------------------------------
-
-    def can_swap_in(self, seq: Sequence, keep_free: int) -> bool:
-        return self.gpu.free - (self.held_blocks(seq) + self.unit) >= keep_free * self.unit
