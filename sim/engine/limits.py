@@ -25,6 +25,7 @@ class WindowLimits(msgspec.Struct, frozen=True):
         window_first: the model's first layer has the window.
         chosen: memory keeps tokens that are chosen, not the latest ones: rings whatever the manager, no prefixes.
         own_blocks: of a pool of their own, beside that of the layers that keep all (SGLang); None: there is none.
+        own_bytes: of such a block, on one GPU.
     """
 
     tokens: int
@@ -34,6 +35,7 @@ class WindowLimits(msgspec.Struct, frozen=True):
     window_first: bool = False
     chosen: bool = False
     own_blocks: int | None = None
+    own_bytes: float = 0.0
 
 
 class StateLimits(msgspec.Struct, frozen=True):
@@ -44,6 +46,7 @@ class StateLimits(msgspec.Struct, frozen=True):
         num_state: groups of layers that keep a state.
         exports_within_chunks: kernels write a state out amid a chunk of a prompt, at a block's end.
         own_slots: states of a pool of their own, beside that of the layers that attend (SGLang); None: there is none.
+        own_bytes: of such a state, on one GPU.
         chunk_tokens: of a chunk of the kernels that compute states: these are had where such a chunk ends.
     """
 
@@ -51,6 +54,7 @@ class StateLimits(msgspec.Struct, frozen=True):
     num_state: int = 0
     exports_within_chunks: bool = False
     own_slots: int | None = None
+    own_bytes: float = 0.0
     chunk_tokens: int = 64
 
 

@@ -59,11 +59,13 @@ def limits_of(
         )
     layers = None if groups is None else float(groups.num_groups * groups.layers_per_group)
     further, draft_kv = _drafting_bytes(policy, model, scenario.tp)
+    own_bytes = 0.0
     own = policy.window_pool(window.tokens, block_size, engine) if window and model.windows_apart else None
     if own:
         kv = model.kv_format(scenario.tp)
         layers = kv.num_full_stored + own.share * kv.num_window_stored
-        further += own.tokens * kv.num_window_stored * model.kv_bytes_per_token_layer(scenario.tp)
+        own_bytes = kv.num_window_stored * model.kv_bytes_per_token_layer(scenario.tp)
+        further += own.tokens * own_bytes
     pool = kv_cache_blocks(
         model,
         hardware,
@@ -85,11 +87,12 @@ def limits_of(
         engine=memory,
     )
     seats = engine.max_num_seqs
-    if state_pool:
-        states = StateLimits(own_slots=pool.num_states)
+    if state_pool and model.gdn:
+        states = StateLimits(own_slots=pool.num_states, own_bytes=model.gdn.state_bytes(model.dtype_bytes, scenario.tp))
         seats = _state_seats(state_pool, pool.num_states, model, seats, scenario.max_num_seqs, warnings)
     if own and window:
-        window = replace(window, own_blocks=_own_blocks(own, pool.num_gpu_blocks, block_size, window, model))
+        own_blocks = _own_blocks(own, pool.num_gpu_blocks, block_size, window, model)
+        window = replace(window, own_blocks=own_blocks, own_bytes=block_size * own_bytes)
     host_blocks = scenario.num_cpu_blocks_override
     if host_blocks is None:
         host_blocks = pool.num_cpu_blocks

@@ -68,3 +68,7 @@ class GatedDeltaNetSpec(msgspec.Struct, frozen=True, kw_only=True):
     def page_bytes(self, dtype_bytes: float, tp: int = 1) -> float:
         """Bytes per GPU of one sequence in one layer, before the page is padded to one of attention."""
         return self.recurrent_bytes(tp) + self.conv_bytes(dtype_bytes, tp)
+
+    def state_bytes(self, dtype_bytes: float, tp: int = 1) -> float:
+        """Bytes per GPU of one sequence in all of these layers."""
+        return self.num_layers * self.page_bytes(dtype_bytes, tp)

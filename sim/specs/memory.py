@@ -212,7 +212,7 @@ def kv_cache_blocks(
     peak += max_num_seqs * model.kv_residual_bytes(tensor_parallel_size) / parts
     usable = gpu_memory_utilization * hardware.memory_bytes
     if states and model.gdn:
-        state_bytes = model.gdn.num_layers * model.gdn.page_bytes(model.dtype_bytes, tensor_parallel_size) / parts
+        state_bytes = model.gdn.state_bytes(model.dtype_bytes, tensor_parallel_size) / parts
         if num_states is None:
             num_states = max(0, int((usable - peak) * states.share // state_bytes) - 1)
         peak += (num_states + 1) * state_bytes

@@ -2,7 +2,7 @@
 
     python make_cases_sglang.py PYTHON ORACLE                   # those that are stored, into `cases_sglang*`
     python make_cases_sglang.py PYTHON ORACLE FOLDER 0 1000     # seeds 0 to 999, for `python sglang_replay.py FOLDER`
-    python make_cases_sglang.py PYTHON ORACLE FOLDER 0 40 storing   # `copying`, `returning`, `windowed`, `stateful`
+    python make_cases_sglang.py PYTHON ORACLE FOLDER 0 40 storing   # or another of `KINDS`
 
 PYTHON is that of an environment with sglang 0.5.23, ORACLE as in `sglang_ask.py`. A seed gives the same case each time.
 """
@@ -24,8 +24,10 @@ COPYING = HERE / "cases_sglang_copying"
 COPYING_SEEDS = 102, 106, 109, 110, 115, 119, 125, 131, 139
 WINDOWED = HERE / "cases_sglang_windowed"
 WINDOWED_SEEDS = 20011, 20038, 20101, 20118, 20121, 20131, 20140, 20141, 20152, 20155, 20180, 20184
+WINDOWED_COPYING_SEEDS = 71034, 71043, 71045, 71069
 STATEFUL = HERE / "cases_sglang_stateful"
 STATEFUL_SEEDS = 60002, 60005, 60006, 60007, 60008, 60009, 60035, 60044, 60048, 60055, 60060, 60100
+STATEFUL_COPYING_SEEDS = 71010, 71035, 71043, 71045, 71056, 71057
 STORING_SEEDS = 201, 220, 222, 226, 230
 RETURNING_SEEDS = 42004, 42012, 43013
 COSTS = (
@@ -58,6 +60,8 @@ class Workload:
 
     windows: tuple[int, ...] = ()
     """Of these a layer has one."""
+    held_windows = 1
+    """So many of them the pools hold at least."""
 
     def __init__(self, seed: int) -> None:
         self.dice = dice = random.Random(f"kvtwin sglang {seed}")
@@ -156,7 +160,7 @@ class Workload:
         dice, page = self.dice, self.page
         choice = dice.choice
         pool = self.length + page + choice([8, 8, 30, 100, 400, 1500] if not self.is_pressed else [100, 200, 400])
-        pool = -(-max(pool, (self.window or 0) + 3 * page) // page) * page
+        pool = -(-max(pool, self.held_windows * (self.window or 0) + 3 * page) // page) * page
         chunk = choice([-1, 512, page, 2 * page, 16 * -(-page // 16), 64 * -(-page // 64)])
         found = [
             "--pool", pool, "--page", page, "--chunk", chunk, "--cost", choice(COSTS), "--context",
@@ -182,7 +186,7 @@ class Workload:
         extra: dict[str, object] = {}
         if self.window is not None:
             # A pool of no more than a window and a page is refused.
-            least = (self.window + 2 * page + 1) / pool
+            least = (self.held_windows * self.window + 2 * page + 1) / pool
             extra["swa_full_tokens_ratio"] = min(1.0, max(choice([0.1, 0.3, 0.5, 0.8, 1.0]), least))
         if dice.random() < 0.1:
             extra["prefill_max_requests"] = dice.randint(1, 3)
@@ -200,6 +204,9 @@ class Windowed(Workload):
 class Stateful(Workload):
     """Of a model of which one layer of two keeps a state."""
 
+    keeps_host = False
+    """Whether HiCache is left in."""
+
     def __init__(self, seed: int) -> None:
         super().__init__(seed)
         dice, page = self.dice, self.page
@@ -210,7 +217,7 @@ class Stateful(Workload):
 
     def arguments(self) -> list[str]:
         found, choice = super().arguments(), self.dice.choice
-        if "--hicache" in found:
+        if "--hicache" in found and not self.keeps_host:
             place = found.index("--hicache")
             del found[place : place + 4]
         is_cached, overlaps = "--no-radix" not in found, "--overlap" in found
@@ -236,9 +243,21 @@ class Copying(Workload):
         found = [argument for argument in super().arguments() if argument != "--no-radix"]
         if "--hicache" not in found:
             write = self.dice.choice(["write_through", "write_through", "write_through_selective", "write_back"])
-            found += ["--hicache", write, "--hicache-ratio", str(self.dice.choice([0.5, 1.0, 1.2, 2.0, 4.0]))]
+            found[:0] = ["--hicache", write, "--hicache-ratio", str(self.dice.choice([0.5, 1.0, 1.2, 2.0, 4.0]))]
         self.beyond = {"copy_s": self.dice.choice([2e-5, 2e-4, 1e-3])}
         return found
+
+
+class WindowedCopying(Copying, Windowed):
+    """A window's pages on the host, too: SGLang keeps room for one that it loads beside that of the request."""
+
+    held_windows = 2
+
+
+class StatefulCopying(Stateful, Copying):
+    """States on the host, too."""
+
+    keeps_host = True
 
 
 class Storing(Copying):
@@ -246,7 +265,7 @@ class Storing(Copying):
 
     def arguments(self) -> list[str]:
         found, choice = super().arguments(), self.dice.choice
-        extra = json.loads(found[found.index("--extra") + 1])
+        extra = json.loads(found[-1])
         config = {
             "prefetch_threshold": choice([1, 16, 16, 64]),
             "prefetch_timeout_base": choice([0.0, 0.01, 1.0]),
@@ -259,7 +278,7 @@ class Storing(Copying):
             "hicache_storage_prefetch_retry_max_attempts": choice([0, 2, 8]),
             "hicache_storage_backend_extra_config": json.dumps(config),
         }
-        found[found.index("--extra") + 1] = json.dumps(extra)
+        found[-1] = json.dumps(extra)
         found[found.index("--hicache-ratio") + 1] = str(choice([0.5, 1.0, 1.2]))
         self.beyond |= {
             "storage_latency_s": choice([1e-4, 2e-3, 0.03]),
@@ -343,6 +362,8 @@ KINDS = {
     "returning": Returning,
     "windowed": Windowed,
     "stateful": Stateful,
+    "windowed-copying": WindowedCopying,
+    "stateful-copying": StatefulCopying,
 }
 
 
@@ -357,6 +378,8 @@ def main() -> None:
         ask(python, oracle, COPYING, list(COPYING_SEEDS), Copying)
         ask(python, oracle, WINDOWED, list(WINDOWED_SEEDS), Windowed)
         ask(python, oracle, STATEFUL, list(STATEFUL_SEEDS), Stateful)
+        ask(python, oracle, WINDOWED, list(WINDOWED_COPYING_SEEDS), WindowedCopying)
+        ask(python, oracle, STATEFUL, list(STATEFUL_COPYING_SEEDS), StatefulCopying)
         ask(python, oracle, COPYING, list(STORING_SEEDS), Storing)
         ask(python, oracle, COPYING, list(RETURNING_SEEDS), Returning)
 

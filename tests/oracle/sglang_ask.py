@@ -70,6 +70,9 @@ def pretend_states() -> None:
     arguments._platform_supports_mamba_cache_extra_buffer = lambda: True
     attention.attn_backend_wrapper = lambda runner, backend: backend
     torch.Tensor.pin_memory = lambda self, *args, **kwargs: self
+    host = typing.cast("typing.Any", importlib.import_module("sglang.srt.mem_cache.pool_host.mamba")).MambaPoolHost
+    for name in ("load_to_device_per_layer", "backup_from_device_all_layer"):
+        setattr(host, name, lambda *args, **kwargs: None)
 
 
 def whole(scheduler) -> bool:
@@ -85,14 +88,17 @@ def whole(scheduler) -> bool:
     return free == (pools.size_full, pools.size_swa)
 
 
-def run(oracle: str) -> None:
-    """ORACLE with the arguments in `sys.argv`."""
+def run(oracle: str, settings: dict[str, float]) -> None:
+    """ORACLE with the arguments in `sys.argv`; with `settings` copies take time."""
     source = Path(oracle).read_text(encoding="utf-8")
+    names: dict[str, typing.Any] = {"__name__": "__main__", "__file__": oracle, "_whole": whole}
     if any('"model_path"' in argument for argument in sys.argv):
         assert LEAK in source, f"{oracle} has another check"
         source = source.replace(LEAK, "assert _whole(sch)")
         pretend_states()
-    exec(compile(source, oracle, "exec"), {"__name__": "__main__", "__file__": oracle, "_whole": whole})
+    if settings:
+        source = sglang_copies.timed(source, names, settings)
+    exec(compile(source, oracle, "exec"), names)
 
 
 def main() -> None:
@@ -116,13 +122,10 @@ def main() -> None:
             resource.setrlimit(resource.RLIMIT_CPU, (LIMIT_S, LIMIT_S))
             sys.argv = [oracle, *json.loads(line)]
             try:
-                if "--copy_s" in sys.argv:
-                    place = sys.argv.index("--copy_s")
-                    names, values = sys.argv[place::2], map(float, sys.argv[place + 1 :: 2])
-                    del sys.argv[place:]
-                    sglang_copies.run(oracle, {name[2:]: value for name, value in zip(names, values, strict=True)})
-                else:
-                    run(oracle)
+                place = sys.argv.index("--copy_s") if "--copy_s" in sys.argv else len(sys.argv)
+                names, values = sys.argv[place::2], map(float, sys.argv[place + 1 :: 2])
+                del sys.argv[place:]
+                run(oracle, {name[2:]: value for name, value in zip(names, values, strict=True)})
             except BaseException:
                 import traceback  # noqa: PLC0415
 

@@ -94,12 +94,17 @@ def replay(answer: dict, folder: Path, *, jump: bool, checked: bool = False) -> 
         pool = policy.window_pool(args["window"] + 1, args["page"], engine)
         assert pool is not None
         own = pool.blocks(limits.num_gpu_blocks, args["page"])
-        limits = replace(limits, window=WindowLimits(args["window"] + 1, own_blocks=own))
+        # Either kind of layers has one.
+        block_bytes = PAGE_BYTES * (1 + policy.swa_full_tokens_ratio)
+        window = WindowLimits(args["window"] + 1, own_blocks=own, own_bytes=PAGE_BYTES)
+        limits = replace(limits, window=window, block_bytes=block_bytes)
     if "state_chunk" in args:
         engine = EngineLimits(args["max_running"], limits.max_num_batched_tokens, limits.enable_chunked_prefill)
         pool = policy.state_pool(args["page"], engine, cached=not args["no_radix"], ranks=1)
         assert pool is not None and pool.num_states is not None
-        states = StateLimits(own_slots=pool.num_states, chunk_tokens=args["state_chunk"])
+        # A copy of one takes as long as that of a token.
+        own_bytes = PAGE_BYTES / args["page"]
+        states = StateLimits(own_slots=pool.num_states, own_bytes=own_bytes, chunk_tokens=args["state_chunk"])
         seats = min(args["max_running"], pool.num_states // pool.per_request)
         limits = replace(limits, states=states, max_num_seqs=seats)
     costs = tuple(map(float, args["cost"].split(",")))
@@ -134,7 +139,7 @@ def replay(answer: dict, folder: Path, *, jump: bool, checked: bool = False) -> 
         "hit_tokens": counters.prefix_hit_tokens,
         "rehit_tokens": counters.prefix_rehit_tokens,
         "evicted_tokens": memory.num_evicted * memory.block_size,
-        "loaded_tokens": memory.tree.num_loaded * memory.block_size,
+        "loaded_tokens": memory.tier.hit_tokens,
     }
     return found
 

@@ -3,8 +3,7 @@
 `cases_sglang/` holds its answers on small random workloads (`make_cases_sglang.py`, `sglang_ask.py`), and
 `cases_sglang_copying/` such where HiCache's copies take time (`sglang_copies.py`), some with storage,
 `cases_sglang_windowed/` such where a layer has a window and a pool of its own, `cases_sglang_stateful/` such where one
-keeps a state; longer ones lie in the folder
-`../shared/oracle/sglang` of some checkouts.
+keeps a state, some of both with HiCache; longer ones lie in the folder `../shared/oracle/sglang` of some checkouts.
 """
 
 import json
@@ -18,6 +17,7 @@ COPYING = sorted((Path(__file__).parent / "cases_sglang_copying").glob("*.json.g
 WINDOWED = sorted((Path(__file__).parent / "cases_sglang_windowed").glob("*.json.gz"))
 STATEFUL = sorted((Path(__file__).parent / "cases_sglang_stateful").glob("*.json.gz"))
 SHARED = Path(__file__).resolve().parents[3] / "shared" / "oracle" / "sglang"
+HICACHE = {"write_through", "write_through_selective", "write_back"}
 ANSWERS = sorted((SHARED / "answers").glob("*.json"))
 
 jumped_and_stepped = pytest.mark.parametrize("jump", [True, False], ids=["jumped", "stepped"])
@@ -39,7 +39,7 @@ def test_every_decision_is_sglangs_where_copies_take_time(path: Path, jump: bool
     assert differences(found, answer) == [], first_difference(found, answer)
 
 
-@pytest.mark.parametrize("seed", ["20121", "20155", "20180", "60007", "60055", "60100"])
+@pytest.mark.parametrize("seed", ["20121", "20155", "20180", "60007", "60055", "60100", "71035", "71069"])
 def test_the_books_of_both_pools_are_those_of_their_sequences(seed: str) -> None:
     [path] = [path for path in [*WINDOWED, *STATEFUL] if seed in path.name]
     answer = read(path)
@@ -75,6 +75,7 @@ def test_there_are_windowed_cases_of_every_kind() -> None:
     answers = [read(path) for path in WINDOWED]
     for setting in ("overlap", "no_radix"):
         assert {answer["args"][setting] for answer in answers} == {False, True}
+    assert {answer["args"]["hicache"] for answer in answers if answer["loaded_tokens"]} == HICACHE
     # Retracted for the windows' sake; out of room alone.
     assert any(answer["preemptions"] > 3 for answer in answers)
     assert any("output" not in request for answer in answers for request in answer["requests"].values())
@@ -86,6 +87,7 @@ def test_there_are_stateful_cases_of_every_kind() -> None:
         assert {answer["args"][setting] for answer in answers} == {False, True}
     extras = [json.loads(answer["args"]["extra"]) for answer in answers]
     assert {extra["mamba_radix_cache_strategy"] for extra in extras} == {"auto", "no_buffer", "extra_buffer"}
+    assert {answer["args"]["hicache"] for answer in answers if answer["loaded_tokens"]} == HICACHE
     # Pages as long as the chunks of kernels, and shorter ones; retracted.
     assert {answer["args"]["page"] >= answer["args"]["state_chunk"] for answer in answers} == {False, True}
     assert any(answer["preemptions"] for answer in answers)

@@ -56,7 +56,8 @@ def test_memory_is_shared_by_the_ratio_and_a_slot_of_padding():
 
 def test_so_many_states_as_are_asked_for_and_what_they_allow_to_run():
     more, fewer = limits_of("sglang:max-mamba-cache-size=200"), limits_of("sglang:max-mamba-cache-size=100")
-    assert (more.states, fewer.states) == (StateLimits(own_slots=200), StateLimits(own_slots=100))
+    assert more.states == StateLimits(own_slots=200, own_bytes=QWEN_STATE_BYTES)
+    assert fewer.states == StateLimits(own_slots=100, own_bytes=QWEN_STATE_BYTES)
     saved = (fewer.num_gpu_blocks - more.num_gpu_blocks) * QWEN_TOKEN_BYTES
     assert saved == pytest.approx(100 * QWEN_STATE_BYTES, abs=QWEN_TOKEN_BYTES)
     # Each takes one, has one in the tree, hands one over, and tracks two.
@@ -92,7 +93,7 @@ def test_without_a_cache_a_request_takes_one_state():
     [
         ("mamba-radix-cache-strategy=no_buffer", 1, "no_buffer goes with disable-overlap-schedule"),
         ("mamba-track-interval=100", 16, "mamba-track-interval: 100 is no multiple of a page of 16; take 112"),
-        ("enable-hierarchical-cache=true", 1, "HiCache of states"),
+        ("enable-hierarchical-cache=true,hicache-storage-backend=file", 1, "storage for states"),
         ("mamba-track-interval=48", 48, "48 and the 64 tokens of a chunk"),
     ],
 )

@@ -6,7 +6,7 @@ import pytest
 
 from kvtwin.testing import engines, limits, linear_machine, requests, simulate
 from kvtwin.testing.engines import build_engine
-from sim.engine.limits import WindowLimits
+from sim.engine.limits import StateLimits, WindowLimits
 from sim.engine.sequence import Sequence
 from sim.errors import UserError
 from sim.options.policies import parse_policy
@@ -64,15 +64,18 @@ def test_without_a_cache_the_pool_is_what_running_requests_take_at_most():
     assert WindowPool(tokens=100).blocks(1000, 16) == 7
 
 
-def test_hicache_has_no_windows():
-    with pytest.raises(UserError, match="enable-hierarchical-cache"):
-        memory_of(limits_of(500, 127), "sglang:enable-hierarchical-cache=true")
+def test_storage_has_no_windows():
+    asked = "sglang:enable-hierarchical-cache=true,hicache-storage-backend=file"
+    with pytest.raises(UserError, match=r"hicache-storage-backend: .* disable-hybrid-swa-memory"):
+        memory_of(limits_of(500, 127), asked)
 
 
 def test_a_prompt_takes_a_window_and_what_of_its_chunk_is_before_it():
     budget = memory_of(limits_of(2000, 127, own=600)).window_budget()
     assert budget.needed(1000, 200, 512) == (512 - 127) + 127 + 1
     assert budget.needed(20, 30, 512) == 20 + 30 + 1
+    # What of its window comes from the host is counted beside.
+    assert budget.needed(20, 30, 512, loaded=64) == 20 + 30 + 1 + 64
     # 600 tokens hold chunks of 512; of 1,000 they would need 1,001: as many as leave 127 and one.
     assert budget.chunk_of(1000, 200, 512) == 512
     assert budget.chunk_of(1000, 200, 1000) == 600 - 128
@@ -187,4 +190,11 @@ def test_the_host_is_sized_by_the_ratio_or_in_gigabytes() -> None:
     # 2 GB hold 10,666 tokens of 3 MB for 16: 666 whole pages, and SGLang takes one more.
     by_ratio = Sglang(enable_hierarchical_cache=True, hicache_ratio=1.5)
     by_size = replace(by_ratio, hicache_size=2)
-    assert [options.num_host_pages(100, 16, 3e6) for options in (by_ratio, by_size)] == [151, 667]
+    sizes = limits(100, block_size=16, block_bytes=3e6)
+    assert [options.num_on_host(sizes) for options in (by_ratio, by_size)] == [(151, 0), (667, 0)]
+    # 3 GB are five times the GPU's 300 MB of pages and 30 states of 10 MB; those of the host are one more of each.
+    sizes = replace(sizes, states=StateLimits(own_slots=30, own_bytes=10e6))
+    assert [options.num_on_host(sizes) for options in (by_ratio, replace(by_size, hicache_size=3))] == [
+        (151, 46),
+        (501, 151),
+    ]

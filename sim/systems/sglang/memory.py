@@ -6,7 +6,7 @@ give way, leaf by leaf, when a step lacks pages. A retracted sequence leaves not
 Source: sglang 0.5.23, `mem_cache/common.py`, `allocation.py`, `unified_radix_cache.py` (`checkpoint_into_tree`).
 """
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from sim.engine.batch import DecodeBatch
 from sim.engine.changes import D2H, H2D, Gathered, Move, Tier, make_place, make_release
@@ -18,7 +18,7 @@ from sim.kv.memory import ALL_LAYERS, Memory
 from sim.kv.tiers.worth import Worth
 from sim.parts.needs import Need
 from sim.systems.sglang.options import SglangOptions
-from sim.systems.sglang.tree import Match, Node, PrefixTree
+from sim.systems.sglang.tree import Match, Node, PrefixTree, TreeSettings, Writing, parent_of
 
 if TYPE_CHECKING:
     from sim.engine.scheduler import Scheduler
@@ -27,6 +27,16 @@ if TYPE_CHECKING:
 
 LEAST_LOAD_TOKENS = 10
 """A hit on the host of fewer tokens is computed again (`load_back_threshold`)."""
+
+
+class Copies(NamedTuple):
+    """Seconds of copies to the GPU and from it, of a page and of a mark (`MarkedTree`), and when they are worth it."""
+
+    load_s: float
+    write_s: float
+    mark_load_s: float
+    mark_write_s: float
+    worth: Worth
 
 
 class Held:
@@ -57,6 +67,8 @@ class TreeMemory(Memory):
     can_cache_prefixes: ClassVar[bool] = True
     runs_live: ClassVar[bool] = False
     unexecutable: ClassVar[str] = "memory=sglang-tree is not told to a device yet; serve with --policy radix"
+    copies_a_mark: ClassVar[int] = 1
+    """How often a mark that is loaded is copied."""
     tree: PrefixTree
 
     @classmethod
@@ -64,28 +76,34 @@ class TreeMemory(Memory):
         return cls(b.limits, b.options(SglangOptions), cls.copies(b))
 
     @staticmethod
-    def copies(b: "Builder") -> tuple[float, float, Worth]:
-        """Seconds of a page's copy to the GPU and from it, and when such copies are worth it."""
+    def copies(b: "Builder") -> Copies:
         # SGLang's kernels copy at the link's rate, however small the pages.
-        load_s, write_s = (b.deployment.cost.copy_s(b.limits.block_bytes, 0, direction) for direction in (H2D, D2H))
-        return load_s, write_s, Worth.of(b, load_s)
+        page, mark = b.options(SglangOptions).page_and_mark_bytes(b.limits)
+        cost = b.deployment.cost
+        load_s, write_s = cost.copy_s(page, 0, H2D), cost.copy_s(page, 0, D2H)
+        return Copies(load_s, write_s, cost.copy_s(mark, 0, H2D), cost.copy_s(mark, 0, D2H), Worth.of(b, load_s))
 
-    def __init__(self, limits: Limits, options: SglangOptions, copies: tuple[float, float, Worth]) -> None:
+    def __init__(self, limits: Limits, options: SglangOptions, copies: Copies) -> None:
         super().__init__(limits)
-        self._load_s, self._write_s, self._worth = copies
+        self._copies = copies
         self.caches_prefixes = limits.enable_prefix_caching
         size, pages = limits.block_size, limits.num_gpu_blocks
-        host_pages = options.num_host_pages(pages, size, limits.block_bytes)
-        self.tree = self._new_tree(options, host_pages)
+        host_pages, host_marks = options.num_on_host(limits)
+        least_load = -(-LEAST_LOAD_TOKENS // size)
+        self.tree = self._new_tree(
+            TreeSettings(
+                options.radix_eviction_policy, host_pages, host_marks, options.hicache_write_policy, least_load
+            )
+        )
         self.entered: list[Sequence] | None = None
         """Requests that have entered the queue since it was last looked at, where memory wants to know."""
         self.tier = TierCounters(num_blocks=host_pages)
-        self._num_loading = 0
-        """Pages that the step being planned brings to the GPU."""
+        self._num_loading = self._marks_loading = 0
+        """Pages that the step being planned brings to the GPU, and marks."""
         self._writer: Sequence | None = None
         self._num_copied = 0
-        self._writes: dict[Move, list[Node]] = {}
-        self._ended_writes: list[Node] = []
+        self._writes: dict[Move, list[Writing]] = {}
+        self._ended_writes: list[Writing] = []
         self._by_priority = options.enable_priority_scheduling
         self.unused = pages
         """Pages without content."""
@@ -101,13 +119,8 @@ class TreeMemory(Memory):
         if self.tree.has_host:
             scheduler.counters.tiers["host"] = self.tier
 
-    def _new_tree(self, options: SglangOptions, host_pages: int) -> PrefixTree:
-        return PrefixTree(
-            options.radix_eviction_policy,
-            host_pages=host_pages,
-            write_policy=options.hicache_write_policy,
-            least_load=-(-LEAST_LOAD_TOKENS // self.block_size),
-        )
+    def _new_tree(self, settings: TreeSettings) -> PrefixTree:
+        return PrefixTree(settings)
 
     def _settle(self) -> None:
         """The pool's books: what is unused or idle is free."""
@@ -194,16 +207,19 @@ class TreeMemory(Memory):
     # -- prompts -------------------------------------------------------------------------------------------------------
 
     def load(self, seq: Sequence) -> int:
-        """Bring what it hits on the host to the GPU; returns tokens, all of them or 0."""
+        """Bring what it hits on the host to the GPU; returns tokens that it hits now beyond, all of them or 0."""
         held, tree = self._held[seq], self.tree
-        anchor = held.match.best
-        pages = held.match.host_pages
-        if pages < tree.least_load:
+        match, anchor = held.match, held.match.best
+        nodes, marks = tree.nodes_to_load(anchor), tree.marks_to_load(anchor)
+        pages = sum(len(node.keys) for node in nodes)
+        if pages < tree.least_load and not marks:
             return 0
-        tree.lock(anchor)
-        pin = tree.pin(anchor)
-        has_room = self.make_room(pages)
-        tree.unlock(anchor)
+        if any(node.loading not in (None, anchor) for node in marks):
+            # Others bring them already, with more.
+            return 0
+        pin, since = tree.pin(anchor), tree.lock(anchor)
+        has_room = self._room_to_load(seq, pages, match.host_marks)
+        tree.unlock(anchor, since)
         if not has_room:
             tree.unpin(anchor, pin)
             return 0
@@ -211,13 +227,23 @@ class TreeMemory(Memory):
         tree.loaded(anchor, pin)
         self._settle()
         self._num_loading += pages
-        self._count_load(seq, held.match.pages, pages)
-        held.match = Match(anchor, held.match.pages + pages, anchor, 0)
-        return pages * self.block_size
+        self._marks_loading += match.host_marks * self.copies_a_mark
+        found = 0
+        while anchor is not match.node:
+            found += len(anchor.keys)
+            anchor = parent_of(anchor)
+        self._count_load(seq, match.pages, found)
+        held.match = Match(match.best, match.pages + found, match.best, 0)
+        return found * self.block_size
+
+    def _room_to_load(self, seq: Sequence, pages: int, marks: int) -> bool:
+        """Evict until there is room for so many pages and marks; whether there is."""
+        return self.make_room(pages)
 
     def _count_load(self, seq: Sequence, first: int, pages: int) -> None:
         tier, begin, end = self.tier, first * self.block_size, (first + pages) * self.block_size
-        saved_s = self._worth.recompute_s(seq, begin, end) - self._worth.load_s(pages)
+        worth = self._copies.worth
+        saved_s = worth.recompute_s(seq, begin, end) - worth.load_s(pages)
         tier.num_loads += 1
         tier.hit_tokens += end - begin
         tier.saved_s += max(0.0, saved_s)
@@ -243,24 +269,25 @@ class TreeMemory(Memory):
         tree, scheduler = self.tree, self.scheduler
         if not tree.has_host:
             return
-        nodes, pages = tree.begin_writing()
-        if nodes and self._write_s:
-            move = self._copy(pages)
-            self._writes[move] = nodes
+        begun = tree.begin_writing()
+        if begun and self._copies.write_s:
+            move = self._copy(sum([one.pages for one in begun]), sum([one.marks for one in begun]))
+            self._writes[move] = begun
             scheduler.beside.append(move)
         else:
-            self._ended_writes += nodes
+            self._ended_writes += begun
         ended, self._ended_writes = self._ended_writes, []
         tree.written(ended)
-        tree.finish_loads(in_flight=bool(self._load_s and scheduler.in_flight))
+        tree.finish_loads(in_flight=bool(self._copies.load_s and scheduler.in_flight))
         self._settle()
 
-    def _copy(self, pages: int) -> Move:
+    def _copy(self, pages: int, marks: int) -> Move:
         assert self._writer is not None, "what is written has been computed"
+        num, s_each = mixed(pages, self._copies.write_s, marks, self._copies.mark_write_s)
         # Of several nodes: the tokens say which copy it is.
         begin = self._num_copied
-        self._num_copied = end = begin + pages * self.block_size
-        return Move(self._writer, ALL_LAYERS, begin, end, Tier.GPU, Tier.HOST, pages, 0, True, self._write_s)
+        self._num_copied = end = begin + num * self.block_size
+        return Move(self._writer, ALL_LAYERS, begin, end, Tier.GPU, Tier.HOST, num, 0, True, s_each)
 
     def transfer_done(self, move: Move) -> None:
         self._ended_writes += self._writes.pop(move, ())
@@ -268,14 +295,16 @@ class TreeMemory(Memory):
     def plan_copies(self, plan: IterationPlan) -> None:
         """Of a step that is planned: what its layers wait for, and what is written back before it begins."""
         tree, tier = self.tree, self.tier
-        if self._num_loading and self._load_s:
-            plan.streamed += (Gathered(1, self._num_loading, 0, self._load_s),)
-        self._num_loading = 0
-        if tree.num_written_back and self._write_s:
-            move = self._copy(tree.num_written_back)
+        copies = self._copies
+        if (self._num_loading or self._marks_loading) and copies.load_s:
+            num, s_each = mixed(self._num_loading, copies.load_s, self._marks_loading, copies.mark_load_s)
+            plan.streamed += (Gathered(1, num, 0, s_each),)
+        self._num_loading = self._marks_loading = 0
+        if (tree.num_written_back or tree.marks_written_back) and copies.write_s:
+            move = self._copy(tree.num_written_back, tree.marks_written_back)
             self.scheduler.beside.append(move)
             plan.awaited += (move,)
-        tree.num_written_back = 0
+        tree.num_written_back = tree.marks_written_back = 0
         tier.stored_blocks, tier.evicted_blocks = tree.num_written, tree.num_host_evicted
 
     def hold(self, seq: Sequence) -> int:
@@ -423,3 +452,10 @@ class TreeMemory(Memory):
         shared = sum(self._held[seq].protected for seq in holders)
         locked = sum(len(node.keys) for node in self.tree.nodes() if node.lock and node.on_gpu)
         return gpu - shared + locked, host
+
+
+def mixed(pages: int, page_s: float, marks: int, mark_s: float) -> tuple[int, float]:
+    """How many are copied together, and the time of each, as if they were alike."""
+    if not marks:
+        return pages, page_s
+    return pages + marks, (pages * page_s + marks * mark_s) / (pages + marks)

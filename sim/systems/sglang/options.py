@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from sim.engine.limits import Limits
 from sim.errors import UserError
 from sim.kv.tiers.drive import Drive
 from sim.parts.options import MOST_GIB, CheckedOptions, Only, option
@@ -160,14 +161,26 @@ class SglangOptions(CheckedOptions):
             )
         return 1 + overlaps
 
-    def num_host_pages(self, pages: int, page_tokens: int, page_bytes: float) -> int:
-        """Pages of the host's pool beside so many of the GPU's, of `page_bytes` on one GPU; 0: there is none."""
+    def page_and_mark_bytes(self, limits: Limits) -> tuple[float, float]:
+        """Bytes of a page of the layers that keep all, and of a page or state of those with a pool of their own."""
+        if limits.states is not None:
+            return limits.block_bytes, limits.states.own_bytes
+        own_bytes = limits.window.own_bytes if limits.window is not None else 0.0
+        return limits.block_bytes - self.swa_full_tokens_ratio * own_bytes, own_bytes
+
+    def num_on_host(self, limits: Limits) -> tuple[int, int]:
+        """Pages of the host's pool, and of the layers with a pool of their own; 0: there is none."""
         if not self.enable_hierarchical_cache:
-            return 0
-        tokens = int(pages * page_tokens * self.hicache_ratio)
+            return 0, 0
+        pages, size, ratio = limits.num_gpu_blocks, limits.block_size, self.hicache_ratio
+        marks, mark_tokens = limits.window.own_blocks if limits.window else None, size
+        if limits.states is not None:
+            marks, mark_tokens = limits.states.own_slots, 1
         if self.hicache_size:
-            tokens = int(self.hicache_size * 1e9 * page_tokens // page_bytes)
-        return tokens // page_tokens + 1
+            page_bytes, mark_bytes = self.page_and_mark_bytes(limits)
+            ratio = self.hicache_size * 1e9 / (pages * page_bytes + (marks or 0) * mark_bytes)
+        host_marks = int(marks * mark_tokens * ratio) // mark_tokens + 1 if marks else 0
+        return int(pages * size * ratio) // size + 1, host_marks
 
     def num_stored_pages(self, page_bytes: float) -> int | None:
         """Pages that storage holds, of `page_bytes` on all GPUs together; None: as many as are written."""

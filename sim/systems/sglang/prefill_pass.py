@@ -11,6 +11,7 @@ from math import inf
 from typing import TYPE_CHECKING
 
 from sim.engine.sequence import Sequence
+from sim.systems.sglang.tree import Match
 
 if TYPE_CHECKING:
     from sim.systems.sglang.batching import ExtendFirst
@@ -113,22 +114,25 @@ class PrefillPass:
         wanted = seq.num_tokens - match.pages * self.page + self._new_tokens(seq) + self.page
         since = memory.tree.lock(match.node)
         try:
-            chunk = self._select(seq, wanted, match.pages + match.host_pages)
+            chunk = self._select(seq, wanted, match.pages + match.host_pages, match.host_marks)
             if isinstance(chunk, Verdict):
                 return chunk, 0
-            if match.host_pages and not memory.load(seq):
+            if match.best is not match.node and not memory.load(seq):
                 # What the host has is not brought back: it is computed, if there is room for that.
-                memory.held(seq).match = match._replace(best=match.node, host_pages=0)
-                chunk = self._select(seq, wanted, match.pages)
-                if isinstance(chunk, Verdict):
-                    return chunk, 0
+                memory.held(seq).match = Match(match.node, match.pages, match.node, 0)
+                if match.host_pages:
+                    chunk = self._select(seq, wanted, match.pages, 0)
+                    if isinstance(chunk, Verdict):
+                        return chunk, 0
             cached = memory.hold(seq)
         finally:
             memory.tree.unlock(match.node, since)
+        # What is loaded may be followed by what was there.
+        chunk = min(chunk, seq.num_tokens - cached)
         self._charge(seq, chunk, self._answer(seq) if cached + chunk == seq.num_tokens else 0)
         return self.verdict(), chunk
 
-    def _select(self, seq: Sequence, wanted: int, cached_pages: int) -> Verdict | int:
+    def _select(self, seq: Sequence, wanted: int, cached_pages: int, host_marks: int) -> Verdict | int:
         """How many tokens of `seq` are computed in this step; a verdict where none are."""
         if wanted >= self._room:
             return Verdict.NO_TOKEN
@@ -137,7 +141,7 @@ class PrefillPass:
         pages = self._whole_pages(tokens)
         most = self._chunk_left
         if self._windows:
-            most = self._windows.chunk_of(pages, self._new_tokens(seq), most)
+            most = self._windows.chunk_of(pages, self._new_tokens(seq), most, host_marks * self.page)
             if not most:
                 return Verdict.NO_TOKEN
         if not self._splits and self.chunks and pages >= self._input_left:

@@ -16,7 +16,7 @@ Assumed:
   that (here: when they are computed), and what a step loads may come meanwhile (here: after it).
 - Storage behind the host (L3, `storage`) takes the times of SGLang's backend `sim`; what it has already is not written
   again. A request that found nothing there asks again after so many steps; while nothing runs, after so many events.
-- A host that only stages for storage (`buffer_only`) is not simulated, nor HiCache of layers with a window or a state.
+- A host that only stages for storage (`buffer_only`) is not simulated, nor storage of layers with a window or a state.
 - States are tracked eagerly, in their own type. Copies of states take no time.
 - A request that finds no room alone in the pool of layers with a window is ignored; SGLang waits for ever.
 - A rank of `enable-dp-attention` decides as its scheduler does. The controller knows what the ranks have of each 20 ms;

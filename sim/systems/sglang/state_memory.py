@@ -9,37 +9,42 @@ Source: sglang 0.5.23, `mem_cache/unified_cache/components/mamba.py`, `memory_po
 """
 
 from math import lcm
+from typing import ClassVar
 
 from sim.engine.limits import Limits
 from sim.engine.sequence import Sequence
 from sim.errors import InvariantError, UserError
-from sim.kv.tiers.worth import Worth
 from sim.systems.sglang.marked_tree import StateTree
-from sim.systems.sglang.memory import Held, TreeMemory
+from sim.systems.sglang.memory import Copies, Held, TreeMemory
 from sim.systems.sglang.options import SglangOptions
-from sim.systems.sglang.tree import Match, Node, PrefixTree
+from sim.systems.sglang.tree import Match, Node, PrefixTree, TreeSettings
 
 
 class StateHeld(Held):
     """`num_states`: slots that it has; `tracked`: tokens of the state that it tracked last, or 0; `branch`: tokens up
-    to which others' pages went on beyond its hit, or 0; `begun`: tokens beyond which decodes may have tracked another.
+    to which others' pages went on beyond its hit, or 0; `begun`: tokens beyond which decodes may have tracked another;
+    `copies`: it has a slot for its copy of what it hits.
     """
 
-    __slots__ = ("begun", "branch", "num_states", "tracked")
+    __slots__ = ("begun", "branch", "copies", "num_states", "tracked")
 
     def __init__(self, keys: tuple[int, ...], match: Match) -> None:
         super().__init__(keys, match)
         self.num_states = self.tracked = self.branch = self.begun = 0
+        self.copies = False
 
 
 class StateTreeMemory(TreeMemory):
     """`gpu` is the pool of the layers that attend."""
 
-    def __init__(self, limits: Limits, options: SglangOptions, copies: tuple[float, float, Worth]) -> None:
+    copies_a_mark: ClassVar[int] = 2
+    """To the tree, and to the slot of its own."""
+
+    def __init__(self, limits: Limits, options: SglangOptions, copies: Copies) -> None:
         if limits.states is None or limits.states.own_slots is None:
             raise InvariantError("a pool of states needs to know how many it has")
-        if options.enable_hierarchical_cache:
-            raise UserError("sglang enable-hierarchical-cache: HiCache of states is not simulated; leave it out")
+        if options.hicache_storage_backend is not None:
+            raise UserError("sglang hicache-storage-backend: storage for states is not simulated; leave it out")
         super().__init__(limits, options, copies)
         assert isinstance(self.tree, StateTree), "as it was made"
         self._states = self.tree
@@ -56,8 +61,8 @@ class StateTreeMemory(TreeMemory):
         self._chunk_tokens, self._grid = chunk, max(page, chunk)
         self._interval = lcm(self._grid, options.mamba_track_interval)
 
-    def _new_tree(self, options: SglangOptions, host_pages: int) -> PrefixTree:
-        return StateTree(options.radix_eviction_policy)
+    def _new_tree(self, settings: TreeSettings) -> PrefixTree:
+        return StateTree(settings, 1)
 
     def _new_held(self, keys: tuple[int, ...], match: Match) -> Held:
         return StateHeld(keys, match)
@@ -74,33 +79,46 @@ class StateTreeMemory(TreeMemory):
         """Slots that neither the tree nor a sequence has."""
         return self.num_states - self._states.num_marked - self._own_states
 
-    def _find_states(self, num: int) -> None:
-        """Evict until so many slots are unused."""
+    def _evict_states(self, num: int) -> bool:
+        """Evict until so many slots are unused; whether they are."""
         if self.states_unused < num:
             self.unused += self._states.evict_marks(num - self.states_unused)
             self._settle()
-            if self.states_unused < num:
-                raise InvariantError(f"{num} states are needed, {self.states_unused} of {self.num_states} are left")
+        return self.states_unused >= num
+
+    def _find_states(self, num: int) -> None:
+        if not self._evict_states(num):
+            raise InvariantError(f"{num} states are needed, {self.states_unused} of {self.num_states} are left")
 
     # -- prompts -------------------------------------------------------------------------------------------------------
 
     def look_up_next(self, seq: Sequence) -> bool:
         self.look_up(seq)
-        node, tree = self.held(seq).match.node, self._states
-        if node is not tree.root:
+        held, tree = self.held(seq), self._states
+        match, reached = held.match, tree.reached * self.block_size // self._grid * self._grid
+        held.branch = reached if reached > (match.pages + match.host_pages) * self.block_size else 0
+        # What the host has is copied when it is loaded.
+        held.copies = match.best is not tree.root and not match.host_marks
+        if held.copies:
             # A slot for its copy of what it hits, whether it is admitted or not.
-            since = tree.lock(node)
+            since = tree.lock(match.best)
             self._find_states(1)
-            tree.unlock(node, since)
+            tree.unlock(match.best, since)
             self._settle()
         return True
 
+    def _room_to_load(self, seq: Sequence, pages: int, marks: int) -> bool:
+        held = self.held(seq)
+        self._find_states(1)
+        self._own_states += 1
+        held.copies = self.make_room(pages) and self._evict_states(marks)
+        self._own_states -= 1
+        return held.copies
+
     def hold(self, seq: Sequence) -> int:
         held = self.held(seq)
-        reached = self._states.reached * self.block_size // self._grid * self._grid
-        held.branch = reached if reached > held.match.pages * self.block_size else 0
         held.tracked = held.begun = 0
-        held.num_states = int(held.match.node is not self.tree.root)
+        held.num_states = int(held.copies)
         self._own_states += held.num_states
         return super().hold(seq)
 

@@ -18,10 +18,9 @@ from sim.engine.sequence import Sequence
 from sim.kv.index.block_chain import BlockChain
 from sim.kv.memory import Memory
 from sim.kv.tiers.storage import Storage
-from sim.kv.tiers.worth import Worth
-from sim.systems.sglang.memory import TreeMemory
+from sim.systems.sglang.memory import Copies, TreeMemory
 from sim.systems.sglang.options import SglangOptions
-from sim.systems.sglang.tree import Node
+from sim.systems.sglang.tree import Node, Pin
 
 if TYPE_CHECKING:
     from sim.engine.scheduler import Scheduler
@@ -82,7 +81,7 @@ class Prefetch:
 
     def __init__(self, seq: Sequence, anchor: Node, start: int, keys: tuple[int, ...], stored: tuple[int, ...]) -> None:
         self.seq, self.anchor, self.start, self.keys, self.stored = seq, anchor, start, keys, stored
-        self.pin: int | None = None
+        self.pin: Pin | None = None
         self.hit = self.completed = 0
         self.taken: int | None = None
         self.is_terminated = self.is_late = False
@@ -117,7 +116,7 @@ class StoredTreeMemory(TreeMemory):
         self,
         limits: Limits,
         options: SglangOptions,
-        copies: tuple[float, float, Worth],
+        copies: Copies,
         page_bytes: float,
     ) -> None:
         """`page_bytes`: on all GPUs together."""
@@ -140,7 +139,7 @@ class StoredTreeMemory(TreeMemory):
         self._answered: list[Prefetch] = []
         self._read: list[tuple[Prefetch, int | None]] = []
         """How many pages of each have come; None: no more will."""
-        self._stored: list[tuple[Node, int]] = []
+        self._stored: list[tuple[Node, Pin]] = []
         self._to_release = 0
         self.tree.when_written = self._write
 
@@ -400,8 +399,9 @@ class StoredTreeMemory(TreeMemory):
             return False
         asker.attempts += 1
         self._ask(seq)
-        # An idle engine looks again at once.
-        self.scheduler.changed = True
+        if self.wakes_s() == inf and not self.tree.is_copying:
+            # An idle engine looks again when something happens next: nothing will.
+            self.scheduler.changed = True
         return True
 
     def hold(self, seq: Sequence) -> int:
@@ -433,7 +433,7 @@ class StoredTreeMemory(TreeMemory):
         keys = self._store.chain.named((), path)[len(path) - len(node.keys) :]
         self._writing.put(self._save(node, self.tree.pin(node), keys), self._now_s)
 
-    def _save(self, node: Node, pin: int, keys: tuple[int, ...]) -> Job:
+    def _save(self, node: Node, pin: Pin, keys: tuple[int, ...]) -> Job:
         tier = self.storage_tier
         for begin in range(0, len(keys), BATCH_PAGES):
             batch = keys[begin : begin + BATCH_PAGES]

@@ -46,12 +46,29 @@ class Node:
 
 
 class Match(NamedTuple):
-    """Where a prefix ends: `pages` on the GPU up to `node`, then `host_pages` more on the host alone up to `best`."""
+    """Where a prefix ends: `pages` on the GPU up to `node`, then `host_pages` more on the host up to `best`.
+
+    `host_marks`: what it reads of the host's marks (`MarkedTree`).
+    """
 
     node: Node
     pages: int
     best: Node
     host_pages: int
+    host_marks: int = 0
+
+
+class Writing(NamedTuple):
+    """A node that is copied to the host, what its `unlock` is to be told, and how many pages and marks that copies."""
+
+    node: Node
+    since: int
+    pages: int
+    marks: int
+
+
+Pin = tuple[int, int]
+"""Which pin of a node it is, and from where on its path marks on the host are held."""
 
 
 RANKS: dict[EvictionPolicy, Callable[[Node], tuple[float, float]]] = {
@@ -68,54 +85,57 @@ RANKS: dict[EvictionPolicy, Callable[[Node], tuple[float, float]]] = {
 Heap = list[tuple[tuple[float, float], int, Node]]
 
 
-class PrefixTree:
-    """The tree, what of it is idle, and how much of the host is taken.
+class TreeSettings(NamedTuple):
+    """What a tree is made with.
 
-    Args:
+    Attributes:
         eviction: which leaf goes first (`--radix-eviction-policy`).
         host_pages: pages of the host's pool; 0: there is none.
+        host_marks: of its pool of marks (`MarkedTree`).
         write_policy: when a node is copied to the host (`--hicache-write-policy`).
         least_load: pages below which a hit on the host is computed again.
     """
 
+    eviction: EvictionPolicy
+    host_pages: int
+    host_marks: int
+    write_policy: WritePolicy
+    least_load: int
+
+
+class PrefixTree:
+    """The tree, what of it is idle, and how much of the host is taken."""
+
     has_marks: ClassVar[bool] = False
     """Whether some layers have a pool of their own (`MarkedTree`)."""
 
-    def __init__(
-        self,
-        eviction: EvictionPolicy = "lru",
-        *,
-        host_pages: int = 0,
-        write_policy: WritePolicy = "write_through",
-        least_load: int = 1,
-    ) -> None:
-        self._rank = RANKS[eviction]
-        self.has_host, self.host_unused = host_pages > 0, host_pages
-        self.writes_back = self.has_host and write_policy == "write_back"
-        self._hits_to_write = 1 if write_policy == "write_through" else 2
-        self.least_load = least_load
+    def __init__(self, settings: TreeSettings) -> None:
+        self._rank = RANKS[settings.eviction]
+        self.has_host, self.host_unused = settings.host_pages > 0, settings.host_pages
+        self.writes_back = self.has_host and settings.write_policy == "write_back"
+        self._hits_to_write = 1 if settings.write_policy == "write_through" else 2
+        self.least_load = settings.least_load
         self._clock = self._num_pins = 0
         self.root = self._new_node(None, ())
         self.num_idle = 0
         """Pages on the GPU that nothing holds."""
-        self.num_evicted = self.num_loaded = self.num_written = self.num_host_evicted = 0
+        self.num_evicted = self.num_written = self.num_host_evicted = 0
         self._leaves: dict[Node, None] = {}
         """Idle nodes on the GPU without children there."""
         self._host_leaves: dict[Node, None] = {}
         self._copies: dict[Node, None] = {}
         """Nodes that were on both sides when last looked at, in the order in which they came to be."""
-        self._loads: list[tuple[Node, int]] = []
+        self._loads: list[tuple[Node, Pin, int]] = []
         # Of the step in flight.
-        self._loading: list[tuple[Node, int]] = []
+        self._loading: list[tuple[Node, Pin, int]] = []
         self.when_written: Callable[[Node], None] | None = None
         """Hears of each node whose copy to the host has ended."""
-        # Nodes whose copies to the host are yet to begin, and of how many pages; they stay on the GPU until `written`.
-        self._to_write: list[Node] = []
-        self._pages_to_write = 0
+        # Copies to the host that are yet to begin; what they copy stays on the GPU until `written`.
+        self._to_write: list[Writing] = []
         # Nodes whose copies are under way.
         self._num_writing = 0
-        self.num_written_back = 0
-        """Pages that the step being planned waits for: their copies must end before others use them."""
+        self.num_written_back = self.marks_written_back = 0
+        """Pages that the step being planned waits for: their copies must end before others use them; and marks."""
 
     def _new_node(self, parent: Node | None, keys: tuple[int, ...]) -> Node:
         return Node(parent, keys, self._tick())
@@ -239,12 +259,12 @@ class PrefixTree:
             child.priority = max(child.priority, priority)
             if child.on_gpu:
                 copies += max(0, shared - max(0, held - depth))
-                if has_marks:
-                    self._pass(child, held, since)
             else:
                 self._bring(child)
                 self._note_copy(child)
                 self._note_leaf(node)
+            if has_marks:
+                self._pass(child, held, since)
             depth += shared
             node = child
             if depth > counted:
@@ -390,41 +410,50 @@ class PrefixTree:
     # -- the host (HiCache's L2) ---------------------------------------------------------------------------------------
 
     def _write(self, node: Node) -> bool:
-        """Copy `node` to the host, if there is room or can be made."""
-        if node.on_host:
-            return True
-        lacking = len(node.keys) - self.host_unused
+        """Copy what is not yet there of `node` to the host, if there is room or can be made."""
+        pages = 0 if node.on_host else len(node.keys)
+        lacking = pages - self.host_unused
         if lacking > 0 and self.evict_host(lacking) < lacking:
             return False
-        self.host_unused -= len(node.keys)
-        self.num_written += len(node.keys)
+        self.host_unused -= pages
+        marks = self._write_marks(node)
+        if marks is None:
+            self.host_unused += pages
+            return False
+        if not pages and not marks:
+            return True
+        self.num_written += pages
         node.on_host = True
         if self.writes_back:
-            self.num_written_back += len(node.keys)
+            self.num_written_back += pages
+            self.marks_written_back += marks
         else:
-            self.lock(node)
+            since = self.lock(node)
             node.writing = node
-            self._to_write.append(node)
             # It may be split before the copy begins.
-            self._pages_to_write += len(node.keys)
+            self._to_write.append(Writing(node, since, pages, marks))
         return True
 
-    def begin_writing(self) -> tuple[list[Node], int]:
-        """The nodes whose copies begin now, as one, and how many pages these have."""
-        nodes, pages = self._to_write, self._pages_to_write
-        self._to_write, self._pages_to_write = [], 0
-        self._num_writing += len(nodes)
-        return nodes, pages
+    def _write_marks(self, node: Node) -> int | None:
+        """What its copy takes of the host's marks; None: there is no room for them."""
+        return 0
 
-    def written(self, nodes: list[Node]) -> None:
-        """Their copies have ended."""
-        self._num_writing -= len(nodes)
-        for node in nodes:
-            self.unlock(node)
+    def begin_writing(self) -> list[Writing]:
+        """The copies that begin now, as one."""
+        begun, self._to_write = self._to_write, []
+        self._num_writing += len(begun)
+        return begun
+
+    def written(self, writes: list[Writing]) -> None:
+        """These copies have ended."""
+        self._num_writing -= len(writes)
+        for node, since, _, _ in writes:
+            self.unlock(node, since)
             parts, part = [], node
-            while part.writing is node:
-                part.writing = None
-                parts.append(part)
+            while part is not self.root and (part.writing is node or self.has_marks):
+                if part.writing is node:
+                    part.writing = None
+                    parts.append(part)
                 part = parent_of(part)
             for part in reversed(parts if self.when_written else ()):
                 assert self.when_written is not None
@@ -446,13 +475,16 @@ class PrefixTree:
         freed = self._give_up_copies(pages) if self.writes_back else 0
         for node in self._by_rank(self._host_leaves) if freed < pages else ():
             freed += len(node.keys)
-            self.host_unused += len(node.keys)
-            self.num_host_evicted += len(node.keys)
-            node.on_host = False
-            self._remove(node)
+            self._evict_host_leaf(node)
             if freed >= pages:
                 break
         return freed
+
+    def _evict_host_leaf(self, node: Node) -> None:
+        self.host_unused += len(node.keys)
+        self.num_host_evicted += len(node.keys)
+        node.on_host = False
+        self._remove(node)
 
     def _give_up_copies(self, pages: int) -> int:
         """First of nodes that are not about to leave the GPU."""
@@ -520,36 +552,38 @@ class PrefixTree:
             node = parent_of(node)
         return found
 
-    def pin(self, node: Node) -> int:
+    def marks_to_load(self, node: Node) -> Sequence[Node]:
+        """Those of which a hit that ends with `node` reads the host's marks, the last first."""
+        return ()
+
+    def pin(self, node: Node) -> Pin:
         """`node` stays on the host until `unpin`."""
         self._num_pins += 1
         if node.pin is None:
             node.pin = self._num_pins
         node.host_lock += 1
         self._note_leaf(node)
-        return node.pin
+        return node.pin, 0
 
-    def unpin(self, node: Node, pin: int) -> None:
+    def unpin(self, node: Node, pin: Pin) -> None:
         """Of that node, and of what was split off its beginning since."""
         while True:
             node.host_lock -= 1
             self._note_leaf(node)
-            if node.pin == pin:
+            if node.pin == pin[0]:
                 return
             node = parent_of(node)
 
-    def loaded(self, anchor: Node, pin: int) -> None:
+    def loaded(self, anchor: Node, pin: Pin) -> None:
         """All that leads to `anchor` is on the GPU, or on its way: it is held until `finish_loads`."""
         nodes = self.nodes_to_load(anchor)
         for node in reversed(nodes):
             if self.writes_back:
                 node.loading = anchor
             self._bring(node)
-            self.num_loaded += len(node.keys)
         if nodes:
             self._note_leaf(parent_of(nodes[-1]))
-        self.lock(anchor)
-        self._loads.append((anchor, pin))
+        self._loads.append((anchor, pin, self.lock(anchor)))
 
     def finish_loads(self, *, in_flight: bool) -> None:
         """What was on its way has arrived, but for what the step `in_flight` loads."""
@@ -558,8 +592,8 @@ class PrefixTree:
             arrived += self._loading
             self._loading = []
         self._loads = []
-        for anchor, pin in arrived:
-            self.unlock(anchor)
+        for anchor, pin, since in arrived:
+            self.unlock(anchor, since)
             self.unpin(anchor, pin)
             node = anchor
             while node is not self.root:

@@ -17,11 +17,10 @@ from sim.engine.plan import IterationPlan
 from sim.engine.sequence import Sequence
 from sim.errors import InvariantError, UserError
 from sim.kv.memory import Memory
-from sim.kv.tiers.worth import Worth
 from sim.systems.sglang.marked_tree import WindowTree
-from sim.systems.sglang.memory import Held, TreeMemory
+from sim.systems.sglang.memory import Copies, Held, TreeMemory
 from sim.systems.sglang.options import SLIDE_TOKENS, SglangOptions
-from sim.systems.sglang.tree import Match, Node, PrefixTree
+from sim.systems.sglang.tree import Match, Node, PrefixTree, TreeSettings
 
 if TYPE_CHECKING:
     from sim.systems.builder import Builder
@@ -62,17 +61,15 @@ class WindowTreeMemory(TreeMemory):
             return StoredTreeMemory.build(b)
         return cls(b.limits, b.options(SglangOptions), cls.copies(b), schedules_ahead=b.policy.schedules_ahead)
 
-    def __init__(
-        self, limits: Limits, options: SglangOptions, copies: tuple[float, float, Worth], *, schedules_ahead: bool
-    ) -> None:
+    def __init__(self, limits: Limits, options: SglangOptions, copies: Copies, *, schedules_ahead: bool) -> None:
         window = limits.window
         if window is None or window.own_blocks is None:
             raise InvariantError("two pools need to know the window and its pool")
         # SGLang's window leaves the query's own token out.
         self.window_tokens = window.tokens - 1
-        if options.enable_hierarchical_cache:
+        if options.hicache_storage_backend is not None:
             raise UserError(
-                "sglang enable-hierarchical-cache: HiCache of layers with a window is not simulated; leave it out, or "
+                "sglang hicache-storage-backend: storage for layers with a window is not simulated; leave it out, or "
                 "give disable-hybrid-swa-memory"
             )
         super().__init__(limits, options, copies)
@@ -90,8 +87,8 @@ class WindowTreeMemory(TreeMemory):
         self._first_slide = 2 if schedules_ahead else 0
         """Chunks of a prompt before which its windows do not move, where the tree does not see to it."""
 
-    def _new_tree(self, options: SglangOptions, host_pages: int) -> PrefixTree:
-        return WindowTree(options.radix_eviction_policy, -(-self.window_tokens // self.block_size))
+    def _new_tree(self, settings: TreeSettings) -> PrefixTree:
+        return WindowTree(settings, -(-self.window_tokens // self.block_size))
 
     def _new_held(self, keys: tuple[int, ...], match: Match) -> Held:
         return WindowHeld(keys, match)
@@ -104,8 +101,11 @@ class WindowTreeMemory(TreeMemory):
     def search(self, seq: Sequence, num_tokens: int) -> Match:
         match = super().search(seq, num_tokens)
         reached = self._windows.reached
-        self.held(seq).branch = reached * self.block_size if reached > match.pages else 0
+        self.held(seq).branch = reached * self.block_size if reached > match.pages + match.host_pages else 0
         return match
+
+    def _room_to_load(self, seq: Sequence, pages: int, marks: int) -> bool:
+        return super().make_room(pages) and self._find_windows(marks)
 
     # -- room ----------------------------------------------------------------------------------------------------------
 
@@ -124,10 +124,14 @@ class WindowTreeMemory(TreeMemory):
 
     def make_room(self, pages: int) -> bool:
         has_room = super().make_room(pages)
+        return self._find_windows(pages) and has_room
+
+    def _find_windows(self, pages: int) -> bool:
+        """Evict until so many pages of the pool of windows are unused; whether they are."""
         if self.window_unused < pages and self._windows.num_marked_idle:
             self.unused += self._windows.evict_marks(pages - self.window_unused)
             self._settle()
-        return has_room and self.window_unused >= pages
+        return self.window_unused >= pages
 
     def _take(self, pages: int) -> None:
         self._own_windows += pages
@@ -178,8 +182,9 @@ class WindowTreeMemory(TreeMemory):
 
     def repeats(self, plan: IterationPlan, steps: int) -> int:
         """As long as both pools have pages, whatever is given back meanwhile."""
-        room = min(self.gpu.free, self.window_unused + self._windows.num_marked_idle)
-        return max(1, min(steps, self.batch.steps_within(room + self.batch.blocks_needed(1))))
+        idle = 0 if self.tree.writes_back else self._windows.num_marked_idle
+        within = self.batch.steps_within(self.window_unused + idle + self.batch.blocks_needed(1))
+        return max(1, min(super().repeats(plan, steps), within))
 
     # -- prompts -------------------------------------------------------------------------------------------------------
 
@@ -255,24 +260,27 @@ class WindowBudget:
         """Tokens."""
         return self._memory.window_free_tokens - self._taken
 
-    def needed(self, tokens: int, answer: int, chunk: float) -> int:
-        """Most tokens of the pool that a prompt of so many takes, in chunks of `chunk`, and its answer after it."""
+    def needed(self, tokens: int, answer: int, chunk: float, loaded: int = 0) -> int:
+        """Most tokens of the pool that a prompt of so many takes, in chunks of `chunk`, and its answer after it.
+
+        `loaded`: tokens of it that come from the host.
+        """
         beyond = max(int(min(tokens, chunk)) - self._window, 0)
-        return beyond + min(tokens + answer, self._window) + self._page
+        return beyond + min(tokens + answer, self._window) + self._page + loaded
 
     def take(self, tokens: int, answer: int, chunk: float) -> None:
         """A prompt is admitted, or goes on."""
         self._taken += self.needed(tokens, answer, chunk)
 
-    def chunk_of(self, tokens: int, answer: int, chunk: float) -> float:
+    def chunk_of(self, tokens: int, answer: int, chunk: float, loaded: int = 0) -> float:
         """Most tokens of such a prompt that can be computed now; 0: none.
 
         One that never fits has chunks that do; one that does not fit now waits.
         """
-        needed = self.needed(tokens, answer, chunk)
+        needed = self.needed(tokens, answer, chunk, loaded)
         if needed < self.left:
             return chunk
         if needed < self._size or chunk == inf:
             return 0.0
-        most = self.left - self.needed(0, answer, chunk)
+        most = self.left - self.needed(0, answer, chunk, loaded)
         return min(chunk, float(max(0, most // self._page * self._page)))
