@@ -20,7 +20,6 @@ from gpu_runtime.model.decoder import Decoder
 from gpu_runtime.other_rank import serve_others
 from gpu_runtime.ranks import FirstGroup, Group
 from gpu_runtime.tokens.trace_prompts import TracePrompts
-from kvtwin import main
 from sim.errors import InvariantError, UserError
 from sim.options.policies import parse_policy
 from sim.options.scenario import Scenario
@@ -196,16 +195,3 @@ def test_a_rank_that_computes_something_else_says_so(monkeypatch):
 def test_heads_that_ranks_cannot_share_are_refused():
     with pytest.raises(UserError, match="--tp 4: does not divide the 6 attention heads of small: give another"):
         SMALL.part(4)
-
-
-@pytest.mark.parametrize(
-    ("words", "refusal"),
-    [
-        ("--tp 2 --policy vllm-swap", "--tp 2: vllm-swap has eviction=swap, and copies of KV end at other times"),
-        ("--tp 2 --device cuda --policy vllm-v1", "--device cuda: "),
-    ],
-)
-def test_what_ranks_do_not_share_is_refused(words, refusal, scenario, tmp_path, capfd):
-    line = f"live --device cpu --model {scenario.model} --workload fixed --num-prompts 2 --out {tmp_path} {words}"
-    assert main(line.split()) == 2
-    assert refusal in capfd.readouterr().err

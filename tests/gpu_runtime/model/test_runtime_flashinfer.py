@@ -21,14 +21,12 @@ from gpu_runtime.model.decode_graph import DecodeGraph
 from gpu_runtime.model.decoder import Decoder
 from gpu_runtime.model.flashinfer_kernels import build_kernels
 from gpu_runtime.model.kernels import Kernels
-from kvtwin import main
 from kvtwin.testing.live import small_decoder
 from sim.errors import UserError
 from sim.options.scenario import Scenario
 from sim.systems import POLICIES
 
 CPU = torch.device("cpu")
-WEIGHT = torch.ones(SMALL.hidden_size)
 ROOT = Path(__file__).parents[3]
 
 
@@ -143,12 +141,6 @@ def test_what_a_backend_cannot_do_is_refused(monkeypatch, name, device, changes,
     monkeypatch.setattr(backend, "find_spec", lambda _: None if absent else object())
     with pytest.raises(UserError, match=refusal):
         backend.check_backend(name, device, dtype, msgspec.structs.replace(SMALL, **changes))
-
-
-def test_the_option_reaches_the_decoder(tmp_path, capsys):
-    words = ["live", "--device", "cpu", "--model", "qwen3-0.6b", "--policy", "vllm-recompute", "--workload", "fixed"]
-    assert main([*words, "--attention-backend", "flashinfer", "--out", str(tmp_path)]) == 2
-    assert "--attention-backend flashinfer: does not run on --device cpu" in capsys.readouterr().err
 
 
 def test_the_benchmark_prints_both(tmp_path, monkeypatch):
