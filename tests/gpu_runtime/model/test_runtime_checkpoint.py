@@ -75,79 +75,39 @@ def test_a_run_computes_with_the_checkpoint_that_it_names(folder):
     assert decoder.config.vocab_size == 11
 
 
-def drop(weights):
-    del weights[K_BIAS]
+FILE, Q_NORM = "model.safetensors", "model.layers.0.self_attn.q_norm.weight"
+WHOLE = tensors()
+WITHOUT = {name: tensor for name, tensor in WHOLE.items() if name != K_BIAS}
+UNREADABLE = r"safetensors: not a readable safetensors file"
+BROKEN = {
+    "a tensor is missing": ({FILE: WITHOUT}, f"tensor {K_BIAS} and 0 others are missing"),
+    "misshapen": (
+        {FILE: WHOLE | {K_BIAS: torch.zeros(16)}}, rf"tensor {K_BIAS} is F32 \[16\], expected one of .* and \[8\]"
+    ),
+    "quantised": ({FILE: WHOLE | {K_BIAS: torch.zeros(8, dtype=torch.int8)}}, f"tensor {K_BIAS} is I8"),
+    "unknown": ({FILE: WHOLE | {Q_NORM: torch.ones(4)}}, f"tensor {Q_NORM} is not part of the model"),
+    "in two files": ({FILE: WHOLE, "other.safetensors": {NORM: WHOLE[NORM]}}, f"tensor {NORM} is in {FILE} too"),
+    "a pickle alone": ({"pytorch_model.bin": b"cos\nsystem\n(S'false'\ntR."}, r"no \*.safetensors file"),
+    "empty": ({FILE: b""}, UNREADABLE),
+    "no checkpoint": ({FILE: b"not a checkpoint at all"}, UNREADABLE),
+    "cut short": ({FILE: safetensors.save(WHOLE)[:-100]}, UNREADABLE),
+    "an index of a file outside": ({FILE: WHOLE, INDEX: f"../{FILE}"}, "weight_map must name"),
+    "an index of a pickle": ({FILE: WHOLE, INDEX: "pytorch_model.bin"}, "weight_map must name"),
+    "an index of a file that is not there": ({INDEX: "model-00001-of-00002.safetensors"}, UNREADABLE),
+}  # fmt: skip
 
 
-def misshape(weights):
-    weights[K_BIAS] = torch.zeros(16)
-
-
-def quantise(weights):
-    weights[K_BIAS] = weights[K_BIAS].to(torch.int8)
-
-
-def add(weights):
-    weights["model.layers.0.self_attn.q_norm.weight"] = torch.ones(4)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (drop, f"tensor {K_BIAS} and 0 others are missing"),
-        (misshape, rf"model.safetensors: tensor {K_BIAS} is F32 \[16\], expected one of .* and \[8\]"),
-        (quantise, f"tensor {K_BIAS} is I8"),
-        (add, "tensor model.layers.0.self_attn.q_norm.weight is not part of the model"),
-    ],
-)
-def test_a_tensor_missing_misshapen_quantised_or_unknown_is_refused(folder, change, message):
-    weights = tensors()
-    change(weights)
-    save(folder, weights)
+@pytest.mark.parametrize("case", BROKEN)
+def test_a_checkpoint_that_is_none_is_refused(folder, case):
+    files, message = BROKEN[case]
+    for name, content in files.items():
+        if isinstance(content, bytes):
+            (folder / name).write_bytes(content)
+        elif name == INDEX:
+            (folder / name).write_text(json.dumps({"weight_map": {NORM: content}}))
+        else:
+            save(folder, content, name)
     with pytest.raises(UserError, match=message):
-        load(folder)
-
-
-def test_a_tensor_in_two_files_is_refused(folder):
-    weights = tensors()
-    save(folder, weights)
-    save(folder, {NORM: weights[NORM]}, "other.safetensors")
-    with pytest.raises(UserError, match=f"tensor {NORM} is in model.safetensors too"):
-        load(folder)
-
-
-def test_a_folder_without_weights_is_refused_and_pickles_are_not_opened(folder):
-    (folder / "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'false'\ntR.")
-    with pytest.raises(UserError, match=r"no \*.safetensors file"):
-        load(folder)
-
-
-@pytest.mark.parametrize("content", [b"", b"not a checkpoint at all"])
-def test_a_broken_file_is_refused(folder, content):
-    (folder / "model.safetensors").write_bytes(content)
-    with pytest.raises(UserError, match=r"model\.safetensors: not a readable safetensors file"):
-        load(folder)
-
-
-def test_a_file_cut_short_is_refused(folder):
-    save(folder, tensors())
-    whole = (folder / "model.safetensors").read_bytes()
-    (folder / "model.safetensors").write_bytes(whole[:-100])
-    with pytest.raises(UserError, match="not a readable safetensors file"):
-        load(folder)
-
-
-@pytest.mark.parametrize("named", ["../model.safetensors", "pytorch_model.bin"])
-def test_an_index_that_points_elsewhere_is_refused(folder, named):
-    save(folder, tensors())
-    (folder / INDEX).write_text(json.dumps({"weight_map": {NORM: named}}))
-    with pytest.raises(UserError, match="weight_map must name"):
-        load(folder)
-
-
-def test_an_index_that_names_an_absent_file_is_refused(folder):
-    (folder / INDEX).write_text(json.dumps({"weight_map": {NORM: "model-00001-of-00002.safetensors"}}))
-    with pytest.raises(UserError, match=r"model-00001-of-00002\.safetensors: not a readable safetensors file"):
         load(folder)
 
 
