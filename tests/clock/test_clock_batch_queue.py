@@ -36,32 +36,26 @@ def times(
     return outcome.tokens
 
 
-def test_one_sequence_decodes_as_on_one_stage():
-    """What the last stage samples is what the first one feeds."""
-    for policy in (AHEAD, SERIAL):
-        assert times(policy, (0.0, 10, 3))[0] == pytest.approx([0.1, 0.2, 0.3])
-
-
-def test_ahead_a_later_prompt_has_batches_of_its_own():
+ONE, TWO = ((0.0, 10, 3),), ((0.0, 10, 4), (0.02, 10, 3))
+TIMES = {
+    # What the last stage samples is what the first one feeds.
+    "one decodes as on one stage": (AHEAD, ONE, (), [[0.1, 0.2, 0.3]]),
+    "in series too": (SERIAL, ONE, (), [[0.1, 0.2, 0.3]]),
     # Three places are taken at 0: a prompt, nothing, a decode. When the first has ended, the second's prompt follows.
-    tokens = times(AHEAD, (0.0, 10, 4), (0.02, 10, 3))
-    assert tokens[0] == pytest.approx([0.1, 0.2, 0.3, 0.4])
-    assert tokens[1] == pytest.approx([0.25, 0.35, 0.45])
-
-
-def test_batches_follow_one_another_as_fast_as_the_stage_with_most_layers():
-    """It has three of four: 0.075 s of each batch. The other waits."""
-    assert times(AHEAD, (0.0, 10, 3), stage_layers=(1, 3))[0] == pytest.approx([0.1, 0.2, 0.3])
-    tokens = times(AHEAD, (0.0, 10, 4), (0.02, 10, 3), stage_layers=(1, 3))
-    assert tokens[0] == pytest.approx([0.1, 0.2, 0.35, 0.5])
-    assert tokens[1] == pytest.approx([0.275, 0.425, 0.575])
-
-
-def test_in_series_all_that_decode_meet_in_one_batch():
+    "ahead a later prompt has batches of its own": (AHEAD, TWO, (), [[0.1, 0.2, 0.3, 0.4], [0.25, 0.35, 0.45]]),
     # It waits for the first prompt alone; then both are known, and one stage is idle from then on.
-    tokens = times(SERIAL, (0.0, 10, 4), (0.02, 10, 3))
-    assert tokens[0] == pytest.approx([0.1, 0.2, 0.3, 0.4])
-    assert tokens[1] == pytest.approx([0.2, 0.3, 0.4])
+    "in series all meet in one batch": (SERIAL, TWO, (), [[0.1, 0.2, 0.3, 0.4], [0.2, 0.3, 0.4]]),
+    # One has three of four layers: 0.075 s of each batch. The other waits.
+    "alone unlike stages are as like ones": (AHEAD, ONE, (1, 3), [[0.1, 0.2, 0.3]]),
+    "batches follow as fast as the longest": (AHEAD, TWO, (1, 3), [[0.1, 0.2, 0.35, 0.5], [0.275, 0.425, 0.575]]),
+}
+
+
+@pytest.mark.parametrize("case", TIMES)
+def test_batches_by_hand(case):
+    policy, rows, layers, expected = TIMES[case]
+    found = times(policy, *rows, stage_layers=layers)
+    assert [found[i] for i in range(len(rows))] == [pytest.approx(one) for one in expected]
 
 
 @pytest.mark.parametrize("policy", [AHEAD, SERIAL])

@@ -202,34 +202,30 @@ def places(order: Mlfq) -> dict[object, Seen]:
 
 
 @some
-@given(workload=WORKLOADS, num_levels=st.sampled_from([1, 2, 12]))
-def test_nothing_runs_while_another_on_the_gpu_stands_before_it(workload: Workload, num_levels: int) -> None:
-    """So never does the last level overtake. A sequence that leaves or returns over PCIe cannot run; all others can."""
+@given(workload=WORKLOADS, num_levels=st.sampled_from([1, 2, 12]), min_free_blocks=st.sampled_from([0, 5]))
+def test_what_runs_starts_and_leaves_keeps_the_queue_s_order(
+    workload: Workload, num_levels: int, min_free_blocks: int
+) -> None:
+    """What pauses and what is swapped for room stand behind all that run, so never does the last level overtake.
+    Prompts start in order, and none while less than a tenth of the host is free. What is copied is not computed."""
 
     def look(scheduler: Scheduler, plan: IterationPlan, start_s: float) -> None:
-        order, batching, _ = parts_of(scheduler)
+        order, batching, eviction = parts_of(scheduler)
         found = places(order)
         running = [*plan.decodes, *(chunk.seq for chunk in plan.chunks)]
-        if running and batching.paused:
-            last = max(found[seq].place for seq in running)
-            assert last < min(found[seq].place for seq in batching.paused)
+        behind = [*batching.paused, *swapped_before(plan)]
+        if running and behind:
+            assert max(found[seq].place for seq in running) < min(found[seq].place for seq in behind)
         assert len(running) <= workload.limits.max_num_seqs
         assert plan.prefill_tokens <= workload.limits.max_num_batched_tokens
+        assert not {*running} & {*eviction.away, *(move.seq for move in plan.beside)}
+        if plan.chunks:
+            if scheduler.num_waiting:
+                assert max(order.level_of(chunk.seq) for chunk in plan.chunks) <= order.level_of(order.head())
+            # What this plan's own preemptions took of the host came after its choice.
+            assert scheduler.host.free + plan.swapped_out_blocks >= scheduler.host.num_blocks // 10
 
-    watched(FastServe(num_levels=num_levels), workload, look)
-
-
-@some
-@given(workload=WORKLOADS)
-def test_prompts_start_in_the_queue_s_order(workload: Workload) -> None:
-    """No waiting request stands before one whose prompt is computed; within a level, arrivals keep their order."""
-
-    def look(scheduler: Scheduler, plan: IterationPlan, start_s: float) -> None:
-        order, _, _ = parts_of(scheduler)
-        if plan.chunks and scheduler.num_waiting:
-            assert max(order.level_of(chunk.seq) for chunk in plan.chunks) <= order.level_of(order.head())
-
-    watched(FastServe(), workload, look)
+    watched(FastServe(num_levels=num_levels, min_free_blocks=min_free_blocks), workload, look)
 
 
 @some
@@ -271,50 +267,6 @@ def test_nothing_runs_longer_at_a_stretch_than_its_quantum_and_one_iteration(wor
                 # What it had run at this level before this iteration is less than the quantum.
                 assert ran.get((seq, level), 0.0) < 0.030 * 2**level
                 ran[seq, level] = ran.get((seq, level), 0.0) + workload.machine.cost.iteration_s(plan)
-
-    watched(policy, workload, look)
-
-
-@some
-@given(workload=WORKLOADS)
-def test_what_leaves_ahead_of_need_does_not_run(workload: Workload) -> None:
-    """A sequence that is copied is not computed."""
-
-    def look(scheduler: Scheduler, plan: IterationPlan, start_s: float) -> None:
-        _, _, eviction = parts_of(scheduler)
-        running = {*plan.decodes, *(chunk.seq for chunk in plan.chunks)}
-        assert not running & set(eviction.away)
-        assert not running & {move.seq for move in plan.beside}
-
-    watched(FastServe(min_free_blocks=5), workload, look)
-
-
-@some
-@given(workload=WORKLOADS)
-def test_new_prompts_wait_while_less_than_a_tenth_of_the_host_is_free(workload: Workload) -> None:
-
-    def look(scheduler: Scheduler, plan: IterationPlan, start_s: float) -> None:
-        # What this plan's own preemptions took of the host came after its choice.
-        free = scheduler.host.free + plan.swapped_out_blocks
-        if plan.chunks:
-            assert free >= scheduler.host.num_blocks // 10
-
-    watched(FastServe(min_free_blocks=5), workload, look)
-
-
-@some
-@given(workload=WORKLOADS)
-def test_what_loses_its_blocks_stands_behind_all_that_keep_theirs(workload: Workload) -> None:
-    """Where blocks run out, or one that comes first has too few, the last in the queue is swapped before the step."""
-    policy = FastServe()
-
-    def look(scheduler: Scheduler, plan: IterationPlan, start_s: float) -> None:
-        order, _, _ = parts_of(scheduler)
-        found = places(order)
-        swapped = swapped_before(plan)
-        running = [*plan.decodes, *(chunk.seq for chunk in plan.chunks)]
-        if swapped and running:
-            assert min(found[seq].place for seq in swapped) > max(found[seq].place for seq in running)
 
     watched(policy, workload, look)
 
