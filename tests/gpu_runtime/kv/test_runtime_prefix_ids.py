@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from runtime_variants import policy_of
+from runtime_variants import TREES, policy_of
 
 from gpu_runtime.kv.block_ids import BlockIds
 from gpu_runtime.kv.replay.placement import Placement
@@ -20,6 +20,7 @@ from sim.kv.index.block_keys import BlockKeys
 from traces.request import Request
 
 PRIORITY = "vllm-v1:scheduling-policy=priority"
+PRIORITY_TREE = f"{PRIORITY},memory=radix"
 CACHING = ["vllm-v1", PRIORITY, "vllm-recompute", "sarathi", "fastgen"]
 
 
@@ -85,6 +86,9 @@ class Followed:
         assert all(self.gpu.num_users(i) == (users + cached)[i] for i in range(self.gpu.num_blocks))
         pool = self.scheduler.gpu
         assert len(users) == pool.num_blocks - pool.free
+        if tree := getattr(self.scheduler.memory, "tree", None):
+            # What no sequence holds is what the tree says.
+            assert placement.cached.num_blocks == tree.num_idle
         placement.check()
         self.gpu.check()
 
@@ -116,9 +120,16 @@ def arrivals_of(rows):
     return found
 
 
-@pytest.mark.parametrize("variant", CACHING)
-def test_every_block_holds_what_its_sequences_hit_there(variant):
-    policy, followed = policy_of(variant), []
+@pytest.mark.parametrize("variant", [*CACHING, *TREES, PRIORITY_TREE])
+def test_every_block_holds_what_its_sequences_hit_there(variant, monkeypatch):
+    policy, followed, borrowed, right = policy_of(variant), [], [], BlockIds.repay
+
+    def repay(self):
+        numbers = right(self)
+        borrowed.extend(numbers)
+        return numbers
+
+    monkeypatch.setattr(BlockIds, "repay", repay)
 
     def observe(scheduler):
         followed.append(Followed(scheduler))
@@ -132,6 +143,12 @@ def test_every_block_holds_what_its_sequences_hit_there(variant):
         simulate(policy, arrivals_of(rows), limit, jump=False, observe=observe)
 
     follow()
+    assert sum(one.scheduler.counters.prefix_hit_tokens for one in followed) > 300
+    if variant not in CACHING:
+        assert sum(one.scheduler.memory.tree.num_evicted for one in followed) > 30
+        # Where chunks go with their last user, nothing is evicted late.
+        assert bool(borrowed) == (variant != "chunkattention")
+        return
     assert sum(one.num_shared for one in followed) > 300
     assert (sum(one.num_in_flight for one in followed) > 30) == variant.startswith("vllm-v1")
     assert sum(one.scheduler.memory.num_evicted for one in followed) > 300

@@ -7,18 +7,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from runtime_turns import converse
 from runtime_variants import TREES, policy_of
-from test_runtime_prefix_ids import ALIKE as NAMED
-from test_runtime_prefix_ids import Facts, Followed, arrivals_of
+from test_runtime_prefix_ids import Facts
 
-from gpu_runtime.kv.block_ids import BlockIds, OutOfBlocks
+from gpu_runtime.kv.block_ids import OutOfBlocks
 from kvtwin.testing import live, requests
-from kvtwin.testing.conformance import limits_of
-from kvtwin.testing.engines import limits, simulate
 from kvtwin.testing.live import ALIKE, alike, tight_limits
 from sim.engine.changes import Evict, Hit, Keep, Place, Release, Split
 from traces.request import Request
-
-PRIORITY = "vllm-v1:scheduling-policy=priority,memory=radix"
 
 
 @pytest.mark.parametrize(("variant", "chunked"), [*zip(TREES, (False, True, True, False), strict=True)])
@@ -70,43 +65,6 @@ def test_the_next_turn_hits_the_answer_to_the_token():
 
 
 # -- ids ---------------------------------------------------------------------------------------------------------------
-
-
-class FollowedTree(Followed):
-    """The same, and what no sequence holds is what the tree says."""
-
-    def check(self):
-        super().check()
-        assert self.placement.cached.num_blocks == self.scheduler.memory.tree.num_idle
-
-
-@pytest.mark.parametrize("variant", [*TREES, PRIORITY])
-def test_every_block_holds_what_its_sequences_hit_there(variant, monkeypatch):
-    policy, followed, borrowed, right = policy_of(variant), [], [], BlockIds.repay
-
-    def repay(self):
-        numbers = right(self)
-        borrowed.extend(numbers)
-        return numbers
-
-    monkeypatch.setattr(BlockIds, "repay", repay)
-
-    def observe(scheduler):
-        followed.append(FollowedTree(scheduler))
-        return followed[-1].observe
-
-    @settings(max_examples=40, deadline=None, derandomize=True, database=None)
-    @given(rows=NAMED, gpu=st.integers(18, 60), seqs=st.sampled_from([2, 4, 8]), chunked=st.booleans())
-    def follow(rows, gpu, seqs, chunked):
-        limit = limits_of(policy, limits(gpu, 0, block_size=4, max_model_len=72), seqs, 16 if chunked else None)
-        simulate(policy, arrivals_of(rows), replace(limit, enable_prefix_caching=True), jump=False, observe=observe)
-
-    follow()
-    assert sum(one.scheduler.counters.prefix_hit_tokens for one in followed) > 300
-    evicted = sum(one.scheduler.memory.tree.num_evicted for one in followed)
-    assert evicted > 30
-    # Where chunks go with their last user, nothing is evicted late.
-    assert bool(borrowed) == (variant != "chunkattention")
 
 
 @pytest.fixture
