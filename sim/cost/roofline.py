@@ -283,7 +283,8 @@ class RooflineCost(CostModel):
 
     def padding_s(self, num_decodes: float) -> float:
         """What decodes read beyond their contexts, s."""
-        return self.kv_padding_s * min(num_decodes, self.most_padded)
+        most = self.most_padded
+        return self.kv_padding_s * (num_decodes if num_decodes < most else most)
 
     def products_s(self, tokens: int) -> float:
         """Linear layers of all layers over `tokens` tokens, inputs made FP8 included, routed experts left out, s."""

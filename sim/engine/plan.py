@@ -33,7 +33,10 @@ class PrefillChunk:
     __slots__ = ("num_cached", "num_new", "origin", "seq")
 
     def __init__(self, seq: Sequence, num_new: int, num_cached: int, origin: Origin) -> None:
-        self.seq, self.num_new, self.num_cached, self.origin = seq, num_new, num_cached, origin
+        self.seq = seq
+        self.num_new = num_new
+        self.num_cached = num_cached
+        self.origin = origin
 
 
 class StepTimes:
@@ -48,8 +51,12 @@ class StepTimes:
     def __init__(
         self, iterations: int, first_end_s: float, second_s: float, slope_s: float, end_s: float, tokens: int
     ) -> None:
-        self.iterations, self.tokens = iterations, tokens
-        self.first_end_s, self.second_s, self.slope_s, self.end_s = first_end_s, second_s, slope_s, end_s
+        self.iterations = iterations
+        self.first_end_s = first_end_s
+        self.second_s = second_s
+        self.slope_s = slope_s
+        self.end_s = end_s
+        self.tokens = tokens
 
     @property
     def last_s(self) -> float:

@@ -219,10 +219,10 @@ class Scheduler:
                         if seq in batch.members:
                             for moved in self._moved:
                                 moved(seq)
-        if self._frees_in_order and self._ends_by_place:
-            self._end_by_place(plan, ended, end_s)
-        elif self._frees_in_order:
+        if self._frees_in_order and not self._ends_by_place:
             self.batching.end_in_order(plan, ended, end_s)
+        elif self._frees_in_order and ended:
+            self._end_by_place(plan, ended, end_s)
         elif plan.chunks:
             self.batching.commit_chunks(plan, end_s)
         if times.iterations > 1:
@@ -288,7 +288,7 @@ class Scheduler:
 
     def _end_by_place(self, plan: IterationPlan, ended: list[Sequence], end_s: float) -> None:
         """Decoded and prefilled sequences may end together: they give back their blocks in the order of the step."""
-        at_once = [chunk.seq for chunk in plan.chunks if self._ends_with(chunk)] if ended else []
+        at_once = [chunk.seq for chunk in plan.chunks if self._ends_with(chunk)]
         if not at_once:
             # Chunks are in order, and prompts stand behind decodes.
             for seq in self.batching.in_order(ended) if len(ended) > 1 else ended:
@@ -492,8 +492,8 @@ class Scheduler:
         if seq.calls:
             self.stage.call(seq)
             return
-        if self._left:
-            self.tell_left(seq)
+        for left in self._left:
+            left(seq)
         self.memory.release(seq)
         self._finish(seq, end_s)
 

@@ -264,12 +264,16 @@ def _resolved(option: str) -> Any:  # noqa: ANN401
     return dataclasses.field(metadata={**metadata, "resolved": True})
 
 
-@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False, init=False)
 class ResolvedScenario(Scenario):
     """The scenario as it ran: the options in their order, some of them resolved, then what else they resolved to.
 
     An option that was not given is null in the file, or not there if it is `sparse`.
     """
+
+    def __init__(self, **values: Any) -> None:  # noqa: ANN401
+        """`values` of all fields. A dataclass writes it out for each of them, which takes each start milliseconds."""
+        vars(self).update(values)
 
     block_size: int = _resolved("block_size")
     max_num_seqs: int = _resolved("max_num_seqs")

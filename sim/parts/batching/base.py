@@ -24,6 +24,11 @@ NEVER_FITS = "prompt needs more KV blocks than the GPU has"
 class Batching(Part, ABC):
     """The shape of a step: which sequences prefill, which decode, and in what order they are asked."""
 
+    # Beyond 30 others CPython finds attributes and methods of an object by hashing.
+    __slots__ = (
+        "_caches", "_delayed", "_splits", "admission", "budget", "counts_out", "eviction", "limits", "max_model_len",
+        "max_num_seqs", "order", "partials", "prompt_limit", "stage",
+    )  # fmt: skip
     splits_prompts: ClassVar[bool] = False
     """Whether a prompt may be computed in chunks."""
     chunks_are_blocks: ClassVar[bool] = False

@@ -27,6 +27,11 @@ class Running(Batching):
         schedules_ahead: schedule a step while the one before it runs.
     """
 
+    __slots__ = (
+        "_arrivals_help", "_cut_chunk", "_is_sticky", "_line", "_num_seated", "_takes_whole_blocks", "_watermark",
+        "adaptive", "by_priority", "max_loras", "paged", "record", "reserve_whole_prompt", "running", "threshold",
+        "watermark_blocks",
+    )  # fmt: skip
     needs: ClassVar[tuple[Need, ...]] = (
         Need("memory", "takes blocks chunk by chunk", offers="takes_chunks"),
         Need("eviction", "computes victims again", lacks="moves_whole"),
@@ -51,6 +56,7 @@ class Running(Batching):
         self.running: dict[Sequence, int] = {}
         """In order of admission, which numbers say: half-done prompts and decodes."""
         self._num_seated = 0
+        self.record = None
         self._line = ""
 
     def bind(self, scheduler: "Scheduler") -> None:
@@ -135,8 +141,7 @@ class Running(Batching):
         if self._caches:
             self.memory.publish(seq, tokens)
 
-    @staticmethod
-    def _add_chunk(plan: IterationPlan, seq: Sequence, chunk: int, origin: Origin) -> None:
+    def _add_chunk(self, plan: IterationPlan, seq: Sequence, chunk: int, origin: Origin) -> None:
         computed = seq.num_computed
         if chunk == 1 and seq.request.prompt_tokens <= computed < seq.num_tokens - 1:
             plan.add_single_chunk(seq, origin)
