@@ -7,6 +7,7 @@ The slack of request i, with N_past and T_past counted from its first token and 
 Tokens still expected shrink by one an iteration for members of the batch, and stand still for parked sequences.
 """
 
+from collections.abc import Iterable
 from math import inf
 from operator import itemgetter
 from typing import Final
@@ -14,8 +15,11 @@ from typing import Final
 from sim.engine.sequence import Sequence
 
 WITNESSES: Final = 8
-"""How many near-blocking requests are remembered from one full look to the next."""
-WITNESS_WINDOW_S: Final = 2.0
+"""How many near-blocking requests are remembered from one look to the next."""
+NEAR: Final = 16
+"""So many of those to defend, with the least slack, are looked at again; all others now and then."""
+RISE_S: Final = 2.0
+"""So much may the slack of what is late for good have risen before all is looked at."""
 CERTAIN_S: Final = 1e-7
 """Slack this close to a bound is looked at step by step: sums of floats differ by less."""
 
@@ -26,10 +30,9 @@ class Entry:
     `left` tokens are, less the batch's step where that counts them down (`stepping`).
     """
 
-    __slots__ = ("base_s", "left", "place", "stepping")
+    __slots__ = ("base_s", "left", "stepping")
 
-    def __init__(self, place: int) -> None:
-        self.place = place
+    def __init__(self) -> None:
         self.base_s = inf
         self.left = 1.0
         self.stepping = False
@@ -38,24 +41,28 @@ class Entry:
 class SlackBook:
     """Slacks of the requests that have their first token and not yet their last."""
 
-    # Witnesses prove an answer and change none.
-    memoized = ("_witnesses",)
+    # What was found at the last full look proves answers and changes none.
+    memoized = ("_beyond_s", "_near", "_seen", "_witnesses")
 
     def __init__(self, tpot_slo_s: float, *, drop_irrecoverable: bool) -> None:
         self.tpot_slo_s = tpot_slo_s
         # Requests that are late whatever happens are left out of Eq. 2, if so asked.
         self.floor_s = 0.0 if drop_irrecoverable else -inf
         self._entry_of: dict[Sequence, Entry] = {}
-        self._entries: list[Entry] = []
-        """The same in any order, each at its place: faster to walk."""
         self._witnesses: list[Entry] = []
+        self._near: dict[Entry, None] = {}
+        """At the last full look, and those that changed since."""
+        self._seen = -inf, 0.0, 0
+        """TPOT, time and step of that look."""
+        self._beyond_s = inf
+        """The least slack of those that count and were not near."""
 
     def update(self, seq: Sequence, *, decoding: bool) -> None:
         """Note where `seq` stands: in the batch (`decoding`) or parked. Call it whenever that changes."""
         entry = self._entry_of.get(seq)
         if entry is None:
-            entry = self._entry_of[seq] = Entry(len(self._entries))
-            self._entries.append(entry)
+            entry = self._entry_of[seq] = Entry()
+        self._near[entry] = None
         lower = seq.predicted_lower_tokens
         entry.base_s = self.tpot_slo_s * (lower - 1) + seq.first_token_s
         entry.stepping = decoding
@@ -66,10 +73,7 @@ class SlackBook:
         """`seq` ended or lost its place."""
         entry = self._entry_of.pop(seq, None)
         if entry is not None:
-            last = self._entries.pop()
-            if last is not entry:
-                self._entries[entry.place] = last
-                last.place = entry.place
+            self._near.pop(entry, None)
             # It may be a witness; endless slack proves nothing.
             entry.base_s = inf
 
@@ -77,11 +81,34 @@ class SlackBook:
         """Right side of Eq. 2, s: the least slack of all; infinite with none to defend.
 
         If it blocks prefills of `prefill_s`, the nearest to blocking are remembered as witnesses.
+
+        While the TPOT is the same, slack falls no faster than time passes, and rises by no more than the TPOT or its
+        SLO a step: those that are far off need no look.
         """
-        least_s, floor_s, near_s = inf, self.floor_s, prefill_s + WITNESS_WINDOW_S
+        seen_tpot_s, seen_s, seen_step = self._seen
+        gone_s, least_s, counting = now_s - seen_s, inf, list[tuple[float, Entry]]()
+        knows = tpot_s == seen_tpot_s and (step - seen_step) * max(tpot_s, self.tpot_slo_s) - gone_s < RISE_S
+        if knows:
+            counting = self._slacks(self._near, self.floor_s, now_s, tpot_s, step)
+            least_s = counting[0][0] if counting else inf
+        if not knows or least_s > self._beyond_s - gone_s - CERTAIN_S:
+            slacks = self._slacks(self._entry_of.values(), self.floor_s - RISE_S - CERTAIN_S, now_s, tpot_s, step)
+            counting = [slack for slack in slacks if slack[0] >= self.floor_s]
+            least_s = counting[0][0] if counting else inf
+            num_near = len(slacks) - len(counting) + NEAR
+            self._near = {entry: None for _, entry in slacks[:num_near]}
+            self._beyond_s = slacks[num_near][0] if num_near < len(slacks) else inf
+            self._seen = tpot_s, now_s, step
+        self._witnesses = [entry for _, entry in counting[:WITNESSES]] if least_s <= prefill_s else []
+        return least_s
+
+    def _slacks(
+        self, entries: Iterable[Entry], floor_s: float, now_s: float, tpot_s: float, step: int
+    ) -> list[tuple[float, Entry]]:
+        """Slacks of at least `floor_s`, s, in ascending order, and whose they are."""
+        found: list[tuple[float, Entry]] = []
         gone, gone_s, earned_s = float(step), tpot_s * step, tpot_s - self.tpot_slo_s
-        near: list[tuple[float, Entry]] = []
-        for entry in self._entries:
+        for entry in entries:
             left = entry.left
             slack_s = entry.base_s - left * tpot_s
             if entry.stepping:
@@ -91,17 +118,10 @@ class SlackBook:
                 # Past its lower bound a request still expects one token, and every token it has earned it time.
                 slack_s += earned_s * (left - 1.0)
             slack_s -= now_s
-            if slack_s < floor_s:
-                continue
-            if slack_s < least_s:
-                least_s = slack_s
-            if slack_s <= near_s:
-                near.append((slack_s, entry))
-        if least_s > prefill_s:
-            near.clear()
-        near.sort(key=itemgetter(0))
-        self._witnesses = [entry for _, entry in near[:WITNESSES]]
-        return least_s
+            if slack_s >= floor_s:
+                found.append((slack_s, entry))
+        found.sort(key=itemgetter(0))
+        return found
 
     def is_blocked(self, prefill_s: float, now_s: float, tpot_s: float, step: int) -> bool:
         """Whether one of the requests that were nearest to blocking at the last full look proves Eq. 2 violated.
