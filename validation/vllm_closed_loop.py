@@ -146,10 +146,15 @@ def _llama_70b(system: str, max_num_seqs: int | None = None, precision: str = "f
 
 
 def _gpt_oss(system: str) -> Served:
-    """vLLM 0.18, MXFP4 experts by Marlin's kernels; `gptoss_fp4_*.sh` of spring 2026."""
+    """vLLM 0.18, MXFP4 experts by Marlin's kernels; `gptoss_fp4_*.sh` of spring 2026.
+
+    The profiles' kernels are Triton's, which vLLM 0.33 chooses. AISimulate's tables have Marlin's of one other model
+    (vLLM 0.24, 896 experts, 16 a token): its FLOP/s are taken, all else is Triton's.
+    """
+    profile = f"{system.removesuffix('_sxm')}-imported:mxfp4_expert_flops_per_s=270e12"
     columns = {"model_path": "openai/gpt-oss-120b", "system": system, "backend_version": "0.18.0"}
     options = {"model": "gpt-oss-120b", "max_num_batched_tokens": 8192, "enable_prefix_caching": False}
-    options |= {"max_cudagraph_capture_size": 2048}
+    options |= {"max_cudagraph_capture_size": 2048, "profile": profile}
     return Served(columns, INFERENCEMAX, options, options_of=_seqs_as_clients)
 
 
@@ -173,8 +178,10 @@ def _minimax(system: str, version: str, precision: str = "fp8", **options: str |
     """`minimaxm2.5_fp8_h100.sh`, `..._h200.sh`, `..._b200.sh` and `..._fp4_b200.sh` of spring 2026, FP4 with NVIDIA's
     checkpoint, whose experts alone are in NVFP4.
 
-    The first ones left the prefix cache on, in which a warm-up left one of the prompts.
+    The first ones left the prefix cache on, in which a warm-up left one of the prompts. Routers were products of 32
+    bits on Blackwell too, until vLLM's PR 55899.
     """
+    options["profile"] = f"{system.removesuffix('_sxm')}-imported:fp32_flops_per_s=40e12"
     columns = {"model_path": "MiniMaxAI/MiniMax-M2.5", "system": system, "precision": precision}
     columns |= {"backend_version": version}
     model = {"fp8": "minimax-m2.5", "fp4": "minimax-m2.5-nvfp4"}[precision]

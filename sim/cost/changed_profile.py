@@ -18,6 +18,7 @@ GPU_SPEED = "gpu_speed"
 """A factor on everything that the GPU computes, reads and launches; not on copies and all-reduces."""
 RATES = (
     "flops_per_s",
+    "fp32_flops_per_s",
     "attention_flops_per_s",
     "hbm_bytes_per_s",
     "kv_bytes_per_s",

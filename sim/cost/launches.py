@@ -39,6 +39,8 @@ def num_launches(model: ModelSpec, tp: int, ranks: int) -> int:
         kernels += expert_layers * SHARED_EXPERTS
     if model.product_quantization and model.attention_dtype_bytes < model.dtype_bytes:
         kernels += (2 * model.num_layers - expert_layers) * PRODUCTS
+    if model.fp32_flops_per_token:
+        kernels += expert_layers  # that makes the router's input one of 32 bits
     if model.expert_quantization in ("fp8", "nvfp4"):
         kernels += expert_layers * PRODUCTS
     kernels += expert_layers * DISPATCH_AND_COMBINE if ranks > 1 else 0

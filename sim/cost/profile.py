@@ -76,6 +76,7 @@ KERNEL_NAMES = EXPERT_NAMES | LATENT_UNITS.keys() | GDN_UNITS.keys()
 ROOFLINE_UNITS = {
     "flops_per_s": "FLOP/s",
     **{product_name(kind, name): unit for kind in PRODUCT_FORMATS for name, (unit, _) in PRODUCT_UNITS.items()},
+    "fp32_flops_per_s": "FLOP/s",
     "attention_flops_per_s": "FLOP/s",
     "attention_tile_tokens": "token",
     "attention_slots": "1",
@@ -132,6 +133,7 @@ of the live runtime's own engine, where its iterations were timed whole: absent 
 """
 OPTIONAL: dict[str, str | float] = {
     **{product_name(kind, name): absent for kind in PRODUCT_FORMATS for name, (_, absent) in PRODUCT_UNITS.items()},
+    "fp32_flops_per_s": "flops_per_s",
     "attention_tile_tokens": 0.0,
     "attention_slots": 0.0,
     "attention_padding_tokens": 0.0,

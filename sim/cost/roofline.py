@@ -13,6 +13,7 @@ T = ridge(N c_lin / (G F), (W + N a) / (G H)) + experts + max(launch, N e / E) +
   constants of their type of weights (`Profile.experts`). These kernels choose experts, quantise inputs, activate and
   sum as well, so that nothing else counts that. Where no such kernel was timed, experts are linear layers with W of
   those met, and no factors count.
+- Routers that engines keep in 32 bits are whole on each GPU of a group, at `fp32_flops_per_s`.
 - Decodes alone read KV at a rate of their own, and `kv_padding_tokens` more each: kernels read whole tiles. Where
   `kv_padding_waves` is given, only as many do as fill the `attention_slots` so often: the rest start while others
   read. KV that needs computing as well, because it is quantised or latent, costs ridge(FLOPs / (G F_attn) + vector
@@ -110,10 +111,12 @@ class RooflineCost(CostModel):
         self.linear_weights_s = model.linear_weight_bytes / (tp * bandwidth)
         self._set_met_experts(model, tp * bandwidth)
         self._set_factors(model, profile)
-        self.added_s_per_token = 0.0
+        # Beyond their 16 bits.
+        s_per_flop = 1 / value("fp32_flops_per_s") - 1 / (tp * flops)
+        self.added_s_per_token = model.fp32_flops_per_token * s_per_flop
         if share:
             quantised_bytes = model.quantised_input_bytes_per_token(tp)
-            self.added_s_per_token = quantised_bytes / value(product_name(kind, "quantize_bytes_per_s"))
+            self.added_s_per_token += quantised_bytes / value(product_name(kind, "quantize_bytes_per_s"))
         self.activations_s_per_token = model.linear_activation_bytes_per_token(tp) / bandwidth
         self.elementwise_s_per_token = model.elementwise_bytes_per_token(tp) / value("elementwise_bytes_per_s")
         self.attention_s_per_pair = model.attention_flops_per_token_pair / (tp * value("attention_flops_per_s"))

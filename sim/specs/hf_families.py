@@ -14,6 +14,7 @@ class Family(msgspec.Struct, frozen=True):
         qk_norm: norms of queries and keys: per head (d elements each) or over all heads (n d elements each).
         layer_norm: LayerNorm with bias (2 h elements) in place of RMSNorm (h elements).
         moe: experts of `intermediate_size` ("mixtral") or `moe_intermediate_size` ("fine"); None: dense only.
+        fp32_router: as `MoeSpec.fp32_router` has it.
         sliding_by_default: a `sliding_window` counts even where `use_sliding_window` is absent.
         window_pattern: every so many-th layer attends to all, the others have the window; None: as the config says.
         norms: norms of h elements in a layer.
@@ -34,6 +35,7 @@ class Family(msgspec.Struct, frozen=True):
     moe: Literal["mixtral", "fine"] | None = None
     shared_gate: bool = False
     router_bias: bool = False
+    fp32_router: bool = False
     sliding_by_default: bool = True
     window_pattern: int | None = None
     norms: int = 2
@@ -70,7 +72,9 @@ FAMILIES: dict[str, Family] = {
     "qwen3_vl_text": QWEN3,
     "qwen3_vl_moe_text": QWEN3_MOE,
     "mimo": Family(qkv_bias="config", output_bias=False, sliding_by_default=False),
-    "minimax_m2": Family(qkv_bias=False, output_bias=False, qk_norm="all", moe="mixtral", router_bias=True),
+    "minimax_m2": Family(
+        qkv_bias=False, output_bias=False, qk_norm="all", moe="mixtral", router_bias=True, fp32_router=True
+    ),
     "gpt_oss": Family(moe="mixtral", router_bias=True, windows_apart=True, sinks=True, expert_bias=True),
     "deepseek_v2": Family(mla=True, moe="fine"),
     "deepseek_v3": Family(mla=True, moe="fine", router_bias=True),

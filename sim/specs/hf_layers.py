@@ -102,6 +102,7 @@ def read_moe(fields: Fields, family: Family, layers: int) -> MoeSpec | None:
         shared_intermediate_size=_shared_width(fields, width),
         shared_gate=family.shared_gate,
         router_bias=family.router_bias,
+        fp32_router=family.fp32_router,
         expert_bias=family.expert_bias,
     )
 

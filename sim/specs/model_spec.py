@@ -53,6 +53,8 @@ class MoeSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Width of all shared experts together; 0: none."""
     shared_gate: bool
     router_bias: bool
+    fp32_router: bool
+    """Whether engines keep its router in 32 bits and multiply so: whole on each GPU of a group."""
     expert_bias: bool
     """Biases on the projections of routed experts."""
 
@@ -539,6 +541,11 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     def linear_flops_per_token(self) -> float:
         """FLOPs per token of all layers' projections and MLP (c_lin); of the experts only those a token activates."""
         return 2.0 * (sum(product.active for product in self._products()) + self._router_weights)
+
+    @property
+    def fp32_flops_per_token(self) -> float:
+        """FLOPs per token of all layers' routers in 32 bits; 0 where they are in 16."""
+        return 2.0 * self._router_weights if self.moe and self.moe.fp32_router else 0.0
 
     @property
     def product_quantization(self) -> str:

@@ -470,6 +470,7 @@ def test_decodes_beyond_the_largest_graph_last_as_long_as_launching_until_the_gp
         ("gpt-oss-120b", 1, 1, 15),
         ("gpt-oss-120b", 1, 2, 17),
         ("qwen3-235b-a22b", 2, 1, 17),
+        ("minimax-m2.5", 1, 1, 20),
     ],
 )
 def test_kernels_of_a_layer(model, tp, ranks, kernels):

@@ -98,6 +98,16 @@ def test_a_layer_of_experts_launches_its_products_once():
     assert shared.overhead_s == pytest.approx(27 * launch_s)
 
 
+def test_a_router_in_32_bits_is_whole_on_each_gpu():
+    """MiniMax's: 3,072 times 256 weights in each of 62 layers, not in 16 bits and not a fourth of them."""
+    model = load_model("minimax-m2.5")
+    assert model.moe
+    short = structs.replace(model, moe=structs.replace(model.moe, fp32_router=False))
+    more_s = 2 * 62 * 3072 * 256 * (1 / 40e12 - 1 / (4 * PROFILE.value("flops_per_s")))
+    found_s = cost_of(model, tp=4).linear_s(1000) - cost_of(short, tp=4).linear_s(1000)
+    assert found_s == pytest.approx(1000 * more_s)
+
+
 MODEL = load_model(TYPES[""])
 
 
