@@ -21,7 +21,7 @@ from gpu_runtime.model.fp8 import CAPABILITY, Fp8Matrix
 from gpu_runtime.model.rotary import RotaryEmbedding
 from gpu_runtime.model.weights import EndWeights, LayerWeights
 from kvtwin.testing import live, requests
-from kvtwin.testing.live import ROWS, CheckedDevice, small_decoder, tight_limits
+from kvtwin.testing.live import ROWS, small_decoder, tight_limits
 from sim.engine.changes import Direction
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
@@ -131,13 +131,6 @@ def test_flashinfer_gives_the_logits_of_our_kernels(dtype, kv_dtype):
         torch.testing.assert_close(logits, expected, atol=TOLERANCE[dtype], rtol=0)
 
 
-class WarmedUp(CheckedDevice):
-    def start(self):
-        with torch.inference_mode():
-            self.warm_up()
-        super().start()
-
-
 @pytest.mark.parametrize("gpu", [16, 60])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_device_with_graphs_gives_the_tokens_of_one_without(variant, gpu, monkeypatch):
@@ -155,7 +148,7 @@ def test_a_device_with_graphs_gives_the_tokens_of_one_without(variant, gpu, monk
     for graphs in ((), capture_sizes(6)):
         pieces = piece_sizes(6, 64) if graphs else ()
         served = live.serve(
-            policy, arrivals, tight_limits(policy, gpu=gpu), decoder=decoder, kind=WarmedUp, device="cuda",
+            policy, arrivals, tight_limits(policy, gpu=gpu), decoder=decoder, kind=Warm, device="cuda",
             graph_batch_sizes=graphs, piece_sizes=pieces,
         )  # fmt: skip
         assert len(live.check_tokens(served, arrivals)) == len(ROWS)
