@@ -5,7 +5,7 @@ from contextlib import closing
 import msgspec
 import pytest
 import torch
-from runtime_small import SMALL, Runner
+from runtime_small import SMALL, Runner, Warm
 from runtime_variants import VARIANTS, policy_of
 
 from gpu_runtime.kv.copy_engine import CopyEngine
