@@ -7,6 +7,9 @@
 A kernel walks each chunk of a prompt head by head, W tokens a second, so many heads side by side; a chunk costs as many
 tokens more as it takes to begin. N sequences decode, n are the tokens of prompts, n_v the value heads of one GPU.
 A convolution over queries, keys and values runs before. `calib.gdn` fits it.
+
+Mamba2's layers have a price by formula: a sequence that decodes reads and writes its state at the memory's rate, a
+token of a prompt takes the FLOPs of its chunk (`scan_flops_per_token`) and the convolution's bytes. None was timed.
 """
 
 from collections.abc import Iterable
@@ -14,6 +17,7 @@ from typing import NamedTuple
 
 from sim.cost.profile import Profile
 from sim.errors import UserError
+from sim.specs.gated_delta_net import GatedDeltaNetSpec
 from sim.specs.models import ModelSpec
 
 HEAD_DIM = 128
@@ -68,6 +72,8 @@ def delta_net_price(model: ModelSpec, profile: Profile, tp: int) -> DeltaNetPric
     gdn, constants = model.gdn, profile.gdn
     if gdn is None:
         return None
+    if gdn.scan_tokens:
+        return _mamba2_price(model, gdn, profile, tp)
     if constants is None:
         raise UserError(
             f"profile {profile.name}: has no constants of Gated DeltaNet (gdn_decode_bytes_per_s ...), and "
@@ -88,3 +94,12 @@ def delta_net_price(model: ModelSpec, profile: Profile, tp: int) -> DeltaNetPric
         gdn.num_value_heads / tp / constants["gdn_prefill_heads"],
         constants["gdn_prefill_padding_tokens"],
     )
+
+
+def _mamba2_price(model: ModelSpec, gdn: GatedDeltaNetSpec, profile: Profile, tp: int) -> DeltaNetPrice:
+    """Bytes at the memory's rate and FLOPs at the matrix units': no kernel of Mamba2 was timed."""
+    bandwidth = profile.value("hbm_bytes_per_s")
+    moved_s = gdn.conv_moved_bytes(model.dtype_bytes, tp) / bandwidth
+    scanned_s = gdn.scan_flops_per_token(tp) / profile.value("flops_per_s")
+    read_s = gdn.decode_bytes(model.dtype_bytes, tp) / bandwidth
+    return DeltaNetPrice(0.0, gdn.num_layers * read_s, 0.0, gdn.num_layers * (moved_s + scanned_s), 0.0, 0.0, 0.0)

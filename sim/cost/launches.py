@@ -34,7 +34,8 @@ def num_launches(model: ModelSpec, tp: int, ranks: int) -> int:
     kernels = model.num_attention_layers * attention
     kernels += (model.num_layers - model.num_attention_layers) * GATED_DELTA_NET
     expert_layers = model.moe.num_moe_layers if model.moe else 0
-    kernels += (model.num_layers - expert_layers) * DENSE_MLP + expert_layers * EXPERTS
+    num_mlps = (model.gdn.mlp_layers if model.gdn else 0) or model.num_layers
+    kernels += (num_mlps - expert_layers) * DENSE_MLP + expert_layers * EXPERTS
     if model.moe and model.moe.shared_intermediate_size:
         kernels += expert_layers * SHARED_EXPERTS
     if model.product_quantization and model.attention_dtype_bytes < model.dtype_bytes:

@@ -88,7 +88,11 @@ def limits_of(
     )
     seats = engine.max_num_seqs
     if state_pool and model.gdn:
-        states = StateLimits(own_slots=pool.num_states, own_bytes=model.gdn.state_bytes(model.dtype_bytes, scenario.tp))
+        states = StateLimits(
+            own_slots=pool.num_states,
+            own_bytes=model.gdn.state_bytes(model.dtype_bytes, scenario.tp),
+            chunk_tokens=model.gdn.scan_tokens or 64,
+        )
         seats = _state_seats(state_pool, pool.num_states, model, seats, scenario.max_num_seqs, warnings)
     if own and window:
         own_blocks = _own_blocks(own, pool.num_gpu_blocks, block_size, window, model)
@@ -185,13 +189,15 @@ def _states(
 
     UserError where the policy is not vLLM v1's: no other has such memory of states.
     """
-    what = f"{model.name} has layers that keep a state (Gated DeltaNet)"
+    assert model.gdn is not None, "asked for models with states alone"
+    what = f"{model.name} has layers that keep a state ({model.gdn.kind})"
     if not policy.has_hybrid_manager:
         raise UserError(f"--policy {policy.name}: {what}, whose memory is vLLM v1's; take vllm-v1 or sglang, unmixed")
     if scenario.disable_hybrid_kv_cache_manager:
         raise UserError(f"--disable-hybrid-kv-cache-manager: {what}, which need it; leave it out")
     groups = like_groups(model.num_stored_layers, model.num_layers - model.num_attention_layers)
-    exports = (hardware.compute_capability or 0.0) >= LEAST_FLASHINFER_CAPABILITY
+    # FlashInfer's kernel is Gated DeltaNet's.
+    exports = not model.gdn.scan_tokens and (hardware.compute_capability or 0.0) >= LEAST_FLASHINFER_CAPABILITY
     return groups, StateLimits(groups.num_full, groups.num_window, exports)
 
 

@@ -346,6 +346,10 @@ def _model(scenario: Scenario, hardware: HardwareSpec, profile: Profile, warning
             f"attention of {model.name} has prices of Hopper's kernels, a fifth to a quarter below what vLLM took on "
             "B200 (docs/sparse-attention.md)"
         )
+    if model.gdn and model.gdn.scan_tokens:
+        warnings.append(
+            f"Mamba2's layers of {model.name} are priced by formula: no kernel of theirs was timed, no server compared"
+        )
     warnings += _product_warnings(model, hardware, profile)
     if model.moe and profile.experts(model.expert_quantization) is None:
         warnings.append(

@@ -13,6 +13,7 @@ from sim.specs.gated_delta_net import GatedDeltaNetSpec
 from sim.specs.hf_families import FAMILIES, REFUSED, WRAPPERS, Family
 from sim.specs.hf_fields import INDEXER, KNOWN_SHAPES, Fields
 from sim.specs.hf_layers import gdn_layers, read_gdn, read_kv_layers, read_mla, read_moe
+from sim.specs.hf_mamba2 import by_known_names
 from sim.specs.json_file import read_json_object
 from sim.specs.model_spec import MlaSpec, ModelSpec, MoeSpec
 from sim.specs.quantization import Projection, Quantization
@@ -41,6 +42,8 @@ def read_hf_config(path: Path | str, name: str | None = None) -> ModelSpec:
     if outer.get("model_type") == "bloom":
         outer = _bloom(outer)
     fields, family = _language_model(outer, path)
+    if family.mamba2:
+        fields = Fields(by_known_names(outer, path), path)
     fields.refuse_unknown(KNOWN_SHAPES | INDEXER if family.indexer else KNOWN_SHAPES)
     return _spec(fields, family, Quantization(_quantization(outer, fields, path), path), name or _name(path))
 
@@ -124,7 +127,7 @@ def _spec(fields: Fields, family: Family, quantization: Quantization, name: str)
     # Of no layer where all have experts.
     unused = moe.moe_intermediate_size if gdn and moe and moe.num_moe_layers == layers else None
     width = fields.count("ffn_dim" if "ffn_dim" in fields else "intermediate_size", unused)
-    gated = gdn is not None and fields.flag("attn_output_gate", default=True)
+    gated = gdn is not None and fields.flag("attn_output_gate", default=family.gdn)
     kv_bytes = quantization.kv_bytes(plain)
     states = gdn_layers(fields, family, layers)
     attending = [i for i in range(layers) if i not in states]
@@ -146,7 +149,7 @@ def _spec(fields: Fields, family: Family, quantization: Quantization, name: str)
         dtype_bytes=plain,
         kv_dtype_bytes=kv_bytes,
         attention_dtype_bytes=quantization.mean_bytes(attention, plain),
-        mlp_dtype_bytes=quantization.mean_bytes(_dense(layers, moe), plain),
+        mlp_dtype_bytes=quantization.mean_bytes(_dense(fields.size("mlp_layers") or layers, moe), plain),
         expert_dtype_bytes=quantization.mean_bytes(_experts(layers, moe), plain),
         qkv_bias=_bias(fields, family.qkv_bias),
         output_bias=_bias(fields, family.output_bias),
@@ -248,7 +251,11 @@ def _attention(
 
 
 def _delta_net(layers: Iterable[int], hidden: int, gdn: GatedDeltaNetSpec) -> list[Projection]:
-    """Projections of Gated DeltaNet in these layers, as Qwen 3.5's checkpoints name them."""
+    """Projections of layers that keep a state, as checkpoints of Qwen 3.5 and Mamba2 name them."""
+    if gdn.scan_tokens:
+        inputs = hidden * (gdn.conv_width + gdn.value_width + gdn.num_gates)
+        sizes = {"in_proj": inputs, "out_proj": hidden * gdn.value_width}
+        return [(f"model.layers.{i}.mamba.{name}", size) for i in layers for name, size in sizes.items()]
     sizes = {
         "in_proj_qkv": hidden * gdn.conv_width,
         "in_proj_z": hidden * gdn.value_width,

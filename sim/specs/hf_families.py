@@ -22,6 +22,7 @@ class Family(msgspec.Struct, frozen=True):
         sinks: a learned logit for each query head in the softmax of attention, which takes no KV.
         expert_bias: biases on the projections of routed experts.
         gdn: layers that are not full attention keep the state of Gated DeltaNet.
+        mamba2: they keep Mamba2's; `sim.specs.hf_mamba2` has their fields by Gated DeltaNet's names.
         indexer: latent attention to the tokens that an indexer chooses.
         adapted: what vLLM 0.33 gives adapters beside, as `ModelSpec.adapted` has it.
     """
@@ -43,6 +44,7 @@ class Family(msgspec.Struct, frozen=True):
     sinks: bool = False
     expert_bias: bool = False
     gdn: bool = False
+    mamba2: bool = False
     indexer: bool = False
     adapted: Literal["", "projections", "all"] = ""
 
@@ -80,6 +82,9 @@ FAMILIES: dict[str, Family] = {
     "deepseek_v3": Family(mla=True, moe="fine", router_bias=True),
     "deepseek_v32": Family(mla=True, moe="fine", router_bias=True, indexer=True),
     "glm_moe_dsa": Family(mla=True, moe="fine", router_bias=True, indexer=True),
+    "nemotron_h": Family(gated_mlp=False, moe="fine", router_bias=True, norms=1, sliding_by_default=False, mamba2=True),
+    "bamba": Family(sliding_by_default=False, mamba2=True),
+    "granitemoehybrid": Family(moe="fine", sliding_by_default=False, mamba2=True),
     "kimi_k2": Family(mla=True, moe="fine", router_bias=True),
 }
 
@@ -87,21 +92,18 @@ WRAPPERS = frozenset({"qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "kim
 """Multimodal models whose language model, under `text_config`, attends as its own `model_type` says."""
 
 _LINEAR = "its linear-attention layers keep a state that is not Gated DeltaNet's"
-_MAMBA = "its Mamba layers keep a state that is not Gated DeltaNet's"
+_MAMBA = "its Mamba layers keep a state that is not Mamba2's, or stand beside attention"
 _SPARSE = "its sparse-attention indexer keeps a second cache per token"
 _SLIDING = "its sliding-window layers differ from the others in more than the window, or keep sinks"
 _ENCODER = "an encoder-decoder keeps cross-attention KV"
 _SHARED = "layers share KV, so not every layer has its own"
 
 REFUSED: dict[str, str] = {
-    "nemotron_h": _MAMBA,
     "mamba": _MAMBA,
     "mamba2": _MAMBA,
     "jamba": _MAMBA,
-    "bamba": _MAMBA,
     "falcon_h1": _MAMBA,
     "zamba2": _MAMBA,
-    "granitemoehybrid": _MAMBA,
     "kimi_linear": _LINEAR,
     "rwkv": _LINEAR,
     "minimax": _LINEAR,

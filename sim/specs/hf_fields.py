@@ -16,7 +16,7 @@ _KNOWN_SHAPES = (
     "_sliding_window_pattern attention_bias attn_output_gate attn_type_list cla_share_factor decoder_sparse_step "
     "do_layer_norm_before enable_bias expert_bias experts_per_token ffn_dim first_k_dense_replace "
     "full_attention_interval head_dim linear_conv_kernel_dim linear_key_head_dim linear_num_key_heads "
-    "linear_num_value_heads linear_value_head_dim mamba_ssm_dtype "
+    "linear_num_value_heads linear_value_head_dim mamba_scan_tokens mamba_ssm_dtype mlp_layers "
     "hidden_size intermediate_size is_encoder_decoder kv_lora_rank layer_types max_window_layers mlp_bias "
     "mlp_layer_types mlp_only_layers moe_intermediate_size moe_layer_freq moe_num_experts moe_topk n_routed_experts "
     "n_shared_experts num_attention_heads num_experts num_experts_per_tok num_experts_per_token num_hidden_layers "

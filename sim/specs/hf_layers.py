@@ -60,12 +60,14 @@ def read_gdn(fields: Fields, family: Family, layers: int, dtype_bytes: float) ->
         value_head_dim=fields.count("linear_value_head_dim"),
         conv_kernel=fields.count("linear_conv_kernel_dim"),
         state_dtype_bytes=dtype_bytes if name is None else STATE_DTYPE_BYTES[name],
+        scan_tokens=fields.count("mamba_scan_tokens") if family.mamba2 else 0,
+        mlp_layers=fields.size("mlp_layers"),
     )
 
 
 def gdn_layers(fields: Fields, family: Family, layers: int) -> list[int]:
     """Numbers of the layers that keep a state: as `layer_types` says, else all but every so many-th."""
-    if not family.gdn:
+    if not (family.gdn or family.mamba2):
         return []
     kinds = fields.get("layer_types")
     if isinstance(kinds, list):
@@ -184,7 +186,7 @@ def _check_kinds(fields: Fields, family: Family, layers: int) -> None:
         return
     if not isinstance(kinds, list) or len(kinds) != layers:
         raise fields.error("layer_types", f"must name {layers} layers")
-    known = {"full_attention", "linear_attention" if family.gdn else "sliding_attention"}
+    known = {"full_attention", "linear_attention" if family.gdn or family.mamba2 else "sliding_attention"}
     other = sorted({str(kind) for kind in kinds} - known)
     if other:
         raise UserError(f"{fields.path}: field layer_types: {other[0]!r} layers cannot be sized: use another model")

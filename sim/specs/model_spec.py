@@ -196,6 +196,11 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         return self.mla.indexer if self.mla else None
 
     @property
+    def _num_mlp_layers(self) -> int:
+        """Layers with an MLP or experts."""
+        return (self.gdn.mlp_layers if self.gdn else 0) or self.num_layers
+
+    @property
     def num_attention_layers(self) -> int:
         """Layers that attend; the others keep a state."""
         return self.num_layers - (self.gdn.num_layers if self.gdn else 0)
@@ -362,7 +367,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def _num_dense_layers(self) -> int:
-        return self.num_layers - (self.moe.num_moe_layers if self.moe else 0)
+        return self._num_mlp_layers - (self.moe.num_moe_layers if self.moe else 0)
 
     def _other_params(self, tp: int = 1, expert_gpus: int = 1) -> float:
         """Elements that a GPU of `tp` holds beside the products': biases, norms, routers, embeddings and the head."""
@@ -374,7 +379,9 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         if self.mlp_bias:
             biases += self._num_dense_layers * (self._mlp_gates * self.intermediate_size + h)
         if self.gdn:
+            # Two norms each; where some have no MLP, one and another of each MLP.
             biases += self.gdn.num_layers * (self.gdn.other_params + 2 * h)
+            biases += (self.gdn.mlp_layers - self.gdn.num_layers) * h if self.gdn.mlp_layers else 0
         found = biases / tp + self.num_attention_layers * self.norm_params_per_layer + self.final_norm_params
         if self.moe:
             experts = self.moe.num_experts
@@ -404,11 +411,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
                 f"{self.name}: tensor_parallel_size {tp} neither divides nor is a multiple of {self.num_kv_heads} "
                 "KV heads: choose one that does"
             )
-        if self.gdn and (self.gdn.num_key_heads % tp or self.gdn.num_value_heads % tp):
-            raise UserError(
-                f"{self.name}: tensor_parallel_size {tp} does not divide {self.gdn.num_key_heads} key heads and "
-                f"{self.gdn.num_value_heads} value heads of Gated DeltaNet: choose one that does"
-            )
+        if self.gdn and (refusal := self.gdn.refusal_of(tp)):
+            raise UserError(f"{self.name}: tensor_parallel_size {tp} {refusal}: choose one that does")
 
     def kv_elements_per_token_layer(self, tp: int) -> int:
         """Elements per GPU of one token's KV in one layer."""

@@ -104,6 +104,20 @@ def test_heads_of_another_size_are_refused():
         cost_of(structs.replace(MODEL, gdn=structs.replace(MODEL.gdn, key_head_dim=64)))
 
 
+def test_mamba2_reads_states_and_computes_chunks_by_formula():
+    """No constants of such kernels: 64 heads of 64 with states of 128, chunks of 256 tokens, in 36 layers."""
+    model = load_model("granite-4.0-h-micro")
+    price, gdn = delta_net_price(model, PROFILE, 1), model.gdn
+    assert price and gdn
+    bandwidth, flops = PROFILE.value("hbm_bytes_per_s"), PROFILE.value("flops_per_s")
+    state, inputs = 64 * 64 * 128 * 2, 3 * (4096 + 2 * 128) * 2
+    token = 3 * 4352 * 2 + 4096 * 2
+    assert price.decode_s(10) == pytest.approx(36 * 10 * (2 * (state + inputs) + token) / bandwidth)
+    assert gdn.scan_flops_per_token() == 64 * (2 * 256 * 64 + 4 * 128 * 64) + 2 * 256 * 128
+    scanned_s = gdn.scan_flops_per_token() / flops + 2 * 4352 * 2 / bandwidth
+    assert price.prefill_s((700, 300)) == pytest.approx(36 * 1000 * scanned_s)
+
+
 # -- memory ------------------------------------------------------------------------------------------------------------
 
 

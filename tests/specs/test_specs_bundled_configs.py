@@ -63,6 +63,9 @@ SIZED = {
     "nvidia--Llama-3.1-70B-Instruct-FP8": (GQA_8_OF_128 / 2, 80, 70.55),
     "nvidia--MiniMax-M2.5-NVFP4": (GQA_8_OF_128 / 2, 62, 228.7),
     "nvidia--MiniMax-M2.7-NVFP4": (GQA_8_OF_128 / 2, 62, 228.7),
+    "nvidia--NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": (2 * 2 * 128 * 2, 29, 31.578),
+    "nvidia--NVIDIA-Nemotron-3-Nano-30B-A3B-NVFP4": (2 * 128 * 2, 29, 31.578),
+    "nvidia--Nemotron-H-56B-Base-8K": (GQA_8_OF_128, 64, 56.32),
     "nvidia--Qwen3-235B-A22B-NVFP4": (GQA_4_OF_128 / 2, 94, 235.09),
     "nvidia--Qwen3.5-122B-A10B-NVFP4": (GQA_2_OF_256 / 2, 48, 122.112),
     "nvidia--Qwen3.5-397B-A17B-NVFP4": (GQA_2_OF_256 / 2, 60, 396.346),
@@ -73,8 +76,7 @@ REFUSED = {
     # part of the name: the reason
     "Qwen3.6-": "MIXED_PRECISION",
     "Kimi-K3": "linear-attention",
-    "Nemotron-3": "Mamba",
-    "Nemotron-H": "Mamba",
+    "Nemotron-3": "not understood",
     "DeepSeek-V3.2": "sparse-attention",
     "GLM-5": "sparse-attention",
     "MiniMax-M3": "sparse-attention",
@@ -105,5 +107,6 @@ def test_every_config_is_sized_right_or_refused_by_name(path):
         return
     reasons = [reason for part, reason in REFUSED.items() if part in name]
     assert reasons, f"{name} is in neither table"
-    with pytest.raises(UserError, match=rf"field (model_type|quantization_config.quant_algo) = .*{reasons[0]}"):
+    field = "(model_type|quantization_config.quant_algo|moe_latent_size)"
+    with pytest.raises(UserError, match=rf"field {field} = .*{reasons[0]}"):
         read_hf_config(path)

@@ -26,6 +26,10 @@ LATENT = {
 }  # fmt: skip
 EXPERTS = LLAMA | {"model_type": "qwen3_moe", "num_experts_per_tok": 2, "moe_intermediate_size": 12}
 
+MAMBA2_SHAPES = {
+    "mamba_num_heads": 8, "mamba_head_dim": 16, "n_groups": 2, "ssm_state_size": 32, "conv_kernel": 4, "chunk_size": 64,
+}  # fmt: skip
+MAMBA2 = MAMBA2_SHAPES | {"model_type": "nemotron_h", "hybrid_override_pattern": "M-M*-"}
 STATES = LLAMA | {
     "model_type": "qwen3_5_text", "head_dim": 16, "layer_types": ["linear_attention", "full_attention"],
     "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
@@ -293,6 +297,39 @@ def test_layers_that_keep_a_state_by_hand(tmp_path):
     assert model.elementwise_bytes_per_token() == 2 * between
 
 
+@pytest.mark.parametrize(
+    ("name", "layers", "attending", "params", "page_bytes", "shared_bytes"),
+    [
+        # Published as 31.6, 8.89 and 3.19 billion parameters.
+        ("nemotron-3-nano-30b-a3b", 29, 6, 31.578e9, 2_134_016, 533_504),
+        ("nemotron-nano-9b-v2", 31, 4, 8.888e9, 5_316_608, 1_329_152),
+        # One group, which each of four GPUs has: 3 (1,024 + 2 * 128) inputs, not 3 * 4,352 / 4.
+        ("granite-4.0-h-micro", 40, 4, 3.191e9, 1_074_688, 269_824),
+    ],
+)
+def test_states_of_mamba2_are_as_large_as_vllms(name, layers, attending, params, page_bytes, shared_bytes):
+    """vLLM 0.33's `MambaStateShapeCalculator.mamba2_state_shape` gave these bytes on one GPU and on four."""
+    model = load_model(name)
+    assert (model.num_layers, model.num_attention_layers) == (layers, attending)
+    assert model.num_params == pytest.approx(params, rel=5e-4)
+    assert model.gdn
+    assert [model.gdn.page_bytes(2.0, tp) for tp in (1, 4)] == [page_bytes, shared_bytes]
+
+
+def test_layers_of_mamba2_by_hand(tmp_path):
+    model = read(tmp_path, LLAMA | MAMBA2)
+    inner, conv = 8 * 16, 8 * 16 + 2 * 2 * 32
+    mamba2 = 64 * (inner + conv + 8) + inner * 64 + conv * 5 + 3 * 8 + inner
+    attention = (model.num_heads + model.num_kv_heads) * 2 * 64 * model.head_dim
+    mlps = 2 * 2 * 64 * model.intermediate_size
+    others = model.num_params - 2 * mamba2 - attention - mlps - 2 * model.vocab_size * 64
+    # Norms: of three mixers, of two MLPs, and the last.
+    assert others == (3 + 2 + 1) * 64
+    assert model.gdn and model.gdn.page_bytes(2.0) == 8 * 16 * 32 * 4 + 3 * conv * 2
+    with pytest.raises(UserError, match="8 does not divide 2 groups and 8 heads of Mamba2"):
+        model.check_tp(8)
+
+
 def test_heads_of_states_are_split_over_gpus(tmp_path):
     model = read(tmp_path, STATES)
     with pytest.raises(UserError, match="4 does not divide 2 key heads and 4 value heads of Gated DeltaNet"):
@@ -329,7 +366,13 @@ def test_the_runtime_computes_layers_that_keep_all_their_own_kv(tmp_path, change
 
 
 REFUSED = [
-    ({"model_type": "nemotron_h"}, ["model_type", "'nemotron_h'", "Mamba"]),
+    ({"model_type": "falcon_h1"}, ["model_type", "'falcon_h1'", "Mamba"]),
+    (MAMBA2 | {"hybrid_override_pattern": "ME-*"}, ["hybrid_override_pattern", "either - or E"]),
+    (MAMBA2 | {"hybrid_override_pattern": "M--*-"}, ["3 MLPs to 2 mixers"]),
+    (MAMBA2 | {"ssm_state_size": None}, ["field mamba_d_state is missing"]),
+    (MAMBA2 | {"mamba_proj_bias": True}, ["mamba_proj_bias"]),
+    ({"model_type": "bamba"} | MAMBA2_SHAPES, ["layer_types is missing: give it, or attn_layer_indices"]),
+    ({"model_type": "bamba", "layer_types": ["mamba", "moe"]} | MAMBA2_SHAPES, ["'moe' is no kind of layer known"]),
     ({"model_type": "t5"}, ["model_type", "encoder-decoder"]),
     ({"model_type": "gemma3n_text"}, ["layers share KV"]),
     ({"model_type": "minimax_m3"}, ["model_type", "second cache"]),

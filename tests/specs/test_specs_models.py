@@ -34,6 +34,9 @@ PARAMETERS = {
     "deepseek-v3": 671_026_419_200,
     "deepseek-v3.2": 671_877_944_064,  # DeepSeek V3's, and an indexer of 13,959,424 weights a layer
     "kimi-k2.5": 1_026_408_232_448,
+    "nemotron-3-nano-30b-a3b": 31_577_940_288,
+    "nemotron-nano-9b-v2": 8_888_227_328,
+    "granite-4.0-h-micro": 3_191_396_096,
     "qwen3.5-35b-a3b": 34_660_610_688,  # the language model of transformers, without vision and token prediction
 }
 
