@@ -154,7 +154,7 @@ def _spec(fields: Fields, family: Family, quantization: Quantization, name: str)
         qkv_bias=_bias(fields, family.qkv_bias),
         output_bias=_bias(fields, family.output_bias),
         mlp_bias=fields.flag("mlp_bias", default=family.layer_norm and fields.flag("enable_bias", default=True)),
-        norm_params_per_layer=_norms(family, hidden, heads, kv_heads, head_dim, mla),
+        norm_params_per_layer=_norms(fields, family, hidden, heads, kv_heads, head_dim, mla),
         # BLOOM has another norm after its embeddings.
         final_norm_params=hidden * (2 if family.layer_norm else 1) * (2 if kind == "bloom" else 1),
         # OPT's table has two rows more than positions (the padding offset).
@@ -205,10 +205,12 @@ def _bias(fields: Fields, rule: object) -> bool:
     return fields.flag("attention_bias", default=False) if rule == "config" else bool(rule)
 
 
-def _norms(family: Family, hidden: int, heads: int, kv_heads: int, head_dim: int, mla: MlaSpec | None) -> int:
+def _norms(
+    fields: Fields, family: Family, hidden: int, heads: int, kv_heads: int, head_dim: int, mla: MlaSpec | None
+) -> int:
     """Elements of the norms of one layer, of its sinks, and of its indexer what is never quantised."""
     total = family.norms * hidden * (2 if family.layer_norm else 1) + (heads if family.sinks else 0)
-    if family.qk_norm == "head":
+    if family.qk_norm == "head" or (family.qk_norm == "config" and fields.flag("use_qk_norm", default=False)):
         total += 2 * head_dim
     elif family.qk_norm == "all":
         total += (heads + kv_heads) * head_dim

@@ -11,7 +11,8 @@ class Family(msgspec.Struct, frozen=True):
     Attributes:
         qkv_bias: biases on Q, K, V: yes, no, or as `attention_bias` (InternLM: `bias`) says.
         output_bias: bias on the output projection, likewise.
-        qk_norm: norms of queries and keys: per head (d elements each) or over all heads (n d elements each).
+        qk_norm: norms of queries and keys: per head (d elements each), over all heads (n d elements each), or per head
+            where `use_qk_norm` says so.
         layer_norm: LayerNorm with bias (2 h elements) in place of RMSNorm (h elements).
         moe: experts of `intermediate_size` ("mixtral") or `moe_intermediate_size` ("fine"); None: dense only.
         fp32_router: as `MoeSpec.fp32_router` has it.
@@ -29,7 +30,7 @@ class Family(msgspec.Struct, frozen=True):
 
     qkv_bias: bool | Literal["config"] = "config"
     output_bias: bool | Literal["config"] = "config"
-    qk_norm: Literal["head", "all"] | None = None
+    qk_norm: Literal["head", "all", "config"] | None = None
     layer_norm: bool = False
     gated_mlp: bool = True
     mla: bool = False
@@ -78,6 +79,8 @@ FAMILIES: dict[str, Family] = {
         qkv_bias=False, output_bias=False, qk_norm="all", moe="mixtral", router_bias=True, fp32_router=True
     ),
     "gpt_oss": Family(moe="mixtral", router_bias=True, windows_apart=True, sinks=True, expert_bias=True),
+    "glm4": Family(output_bias=False, norms=4),
+    "glm4_moe": Family(output_bias=False, qk_norm="config", moe="fine", router_bias=True),
     "deepseek_v2": Family(mla=True, moe="fine"),
     "deepseek_v3": Family(mla=True, moe="fine", router_bias=True),
     "deepseek_v32": Family(mla=True, moe="fine", router_bias=True, indexer=True),
@@ -85,6 +88,7 @@ FAMILIES: dict[str, Family] = {
     "nemotron_h": Family(gated_mlp=False, moe="fine", router_bias=True, norms=1, sliding_by_default=False, mamba2=True),
     "bamba": Family(sliding_by_default=False, mamba2=True),
     "granitemoehybrid": Family(moe="fine", sliding_by_default=False, mamba2=True),
+    "glm4_moe_lite": Family(mla=True, moe="fine", router_bias=True),
     "kimi_k2": Family(mla=True, moe="fine", router_bias=True),
 }
 

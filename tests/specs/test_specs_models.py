@@ -33,6 +33,9 @@ PARAMETERS = {
     "minimax-m2.5-nvfp4": 228_689_764_864,
     "deepseek-v3": 671_026_419_200,
     "deepseek-v3.2": 671_877_944_064,  # DeepSeek V3's, and an indexer of 13,959,424 weights a layer
+    # Without the layer that predicts tokens: with it Hugging Face counts 110 and 357 billion.
+    "glm-4.5-air": 106_852_251_264,
+    "glm-4.6": 352_797_829_024,
     "kimi-k2.5": 1_026_408_232_448,
     "nemotron-3-nano-30b-a3b": 31_577_940_288,
     "nemotron-nano-9b-v2": 8_888_227_328,
