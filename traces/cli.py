@@ -4,7 +4,6 @@ import argparse
 import json
 import sys
 from collections.abc import Iterable
-from dataclasses import fields
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -188,7 +187,8 @@ def _add_fetch(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 
 def _open(path: Path, args: argparse.Namespace) -> Trace:
-    reading: dict[str, Any] = {f.name: getattr(args, f.name) for f in fields(ReadOptions) if f.name != "needs_times"}
+    names = [name for name in ReadOptions.__struct_fields__ if name != "needs_times"]
+    reading: dict[str, Any] = {name: getattr(args, name) for name in names}
     # Lengths can be looked at without, and --request-rate makes others.
     return open_trace(
         path, format=args.format, needs_times="request_rate" in args and args.request_rate is None, **reading

@@ -8,13 +8,14 @@ the wrong case still ends in one line that names file, line, field, value and re
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import compress, islice, repeat
 from math import inf, isfinite
 from operator import le
 from pathlib import Path
 from typing import Literal, NamedTuple, cast
+
+import msgspec
 
 from traces.errors import TraceError
 from traces.fields import MOST_SECONDS, MOST_TOKENS, TIME_UNITS, Where, seconds_divisor
@@ -27,8 +28,7 @@ ZeroTokens = Literal["error", "drop", "one"]
 ZERO_TOKENS: tuple[ZeroTokens, ...] = ("error", "drop", "one")
 
 
-@dataclass(frozen=True, slots=True)
-class ReadOptions:
+class ReadOptions(msgspec.Struct, frozen=True):
     """How a trace is to be read; `traces.readers.open_trace` explains each."""
 
     time_unit: str | None = None

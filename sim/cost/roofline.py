@@ -423,7 +423,8 @@ class RooflineCost(CostModel):
             shared_s = self.unread_s(plan.decode_shared_tokens)
             work_s = self.linear_s(tokens) + self._tiled_s(plan, num_decodes, read_s - shared_s) + shared_s
         elif self.is_uniform:
-            work_s = self.linear_s(tokens) + self.attention_s_per_pair * plan.prefill_pairs + read_s
+            linear_s = self._linear_s.get(tokens) or self.linear_s(tokens)
+            work_s = linear_s + self.attention_s_per_pair * plan.prefill_pairs + read_s
         else:
             work_s = self._uneven_s(plan) + read_s
         seconds = work_s + self.overhead_s
@@ -432,7 +433,7 @@ class RooflineCost(CostModel):
         if self.delta_net:
             seconds += self.delta_net.decode_s(num_decodes) + self.delta_net.prefill_s(_chunks(plan))
         if sampled:
-            seconds += self.head_s(sampled)
+            seconds += self._head_s.get(sampled) or self.head_s(sampled)
         if self.tp > 1:
             seconds += self.all_reduce_s(tokens)
         if seconds < self.launches_s and tokens > self.captured_tokens:

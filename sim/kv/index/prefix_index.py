@@ -7,7 +7,7 @@ heads and what is cached is always closed under prefixes. Costs go with runs, no
 """
 
 from collections.abc import Callable, Iterator
-from typing import Final, NamedTuple
+from typing import Final
 
 from sim.engine.sequence import Sequence
 from sim.kv.block_pool import Evicts
@@ -65,15 +65,17 @@ class Holding:
         """Where it is listed as growing."""
 
 
-class Match(NamedTuple):
+class Match:
     """The longest cached prefix of some keys: nodes and how many blocks of each, from the root on."""
 
-    path: tuple[tuple[Node, int], ...]
-    num_blocks: int
-    num_idle: int
-    """Blocks of these that no sequence holds: they count as free until they are taken."""
-    growing: bool
-    """Whether a sequence that decodes may lengthen it."""
+    __slots__ = ("growing", "num_blocks", "num_idle", "path")
+
+    def __init__(self, path: tuple[tuple[Node, int], ...], num_blocks: int, num_idle: int, growing: bool) -> None:
+        self.path, self.num_blocks = path, num_blocks
+        self.num_idle = num_idle
+        """Blocks of these that no sequence holds: they count as free until they are taken."""
+        self.growing = growing
+        """Whether a sequence that decodes may lengthen it."""
 
 
 class PrefixIndex(Evicts):

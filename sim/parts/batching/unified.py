@@ -65,6 +65,7 @@ class Unified(Running):
         """Adapters in use when so many sequences had been seated and so many of them ran (`_seen`)."""
         self._seen = (0, 0)
         self._pulls = scheduler.stage.pulls_within_steps
+        self._may_pass = self.max_loras is not None or scheduler.limits.stages > 1
 
     def refusal(self, seq: Sequence) -> str | None:
         return PROMPT_TOO_LONG if seq.num_tokens >= self.max_model_len else None
@@ -112,7 +113,7 @@ class Unified(Running):
         if budget <= 0 or len(self.running) >= self.max_num_seqs:
             return
         order, memory = self.order, self.paged
-        longest, may_pass = self._longest_chunk(), self.max_loras is not None or self.stages > 1
+        longest, may_pass = self._longest_chunk(), self._may_pass
         while budget > 0 and order.waiting and len(self.running) < self.max_num_seqs:
             seq = order.head()
             if may_pass and self._passes_over(seq):
