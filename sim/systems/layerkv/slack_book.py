@@ -7,7 +7,6 @@ The slack of request i, with N_past and T_past counted from its first token and 
 Tokens still expected shrink by one an iteration for members of the batch, and stand still for parked sequences.
 """
 
-from collections.abc import Iterable
 from math import inf
 from operator import itemgetter
 from typing import Final
@@ -16,8 +15,8 @@ from sim.engine.sequence import Sequence
 
 WITNESSES: Final = 8
 """How many near-blocking requests are remembered from one look to the next."""
-NEAR: Final = 16
-"""So many of those to defend, with the least slack, are looked at again; all others now and then."""
+NEAR_S: Final = 2.0
+"""So far beyond what would block, the slack is of those that are looked at again."""
 RISE_S: Final = 2.0
 """So much may the slack of what is late for good have risen before all is looked at."""
 CERTAIN_S: Final = 1e-7
@@ -55,7 +54,7 @@ class SlackBook:
         self._seen = -inf, 0.0, 0
         """TPOT, time and step of that look."""
         self._beyond_s = inf
-        """The least slack of those that count and were not near."""
+        """The least slack of those that count and are not near is more."""
 
     def update(self, seq: Sequence, *, decoding: bool) -> None:
         """Note where `seq` stands: in the batch (`decoding`) or parked. Call it whenever that changes."""
@@ -86,42 +85,51 @@ class SlackBook:
         SLO a step: those that are far off need no look.
         """
         seen_tpot_s, seen_s, seen_step = self._seen
-        gone_s, least_s, counting = now_s - seen_s, inf, list[tuple[float, Entry]]()
-        knows = tpot_s == seen_tpot_s and (step - seen_step) * max(tpot_s, self.tpot_slo_s) - gone_s < RISE_S
-        if knows:
-            counting = self._slacks(self._near, self.floor_s, now_s, tpot_s, step)
-            least_s = counting[0][0] if counting else inf
-        if not knows or least_s > self._beyond_s - gone_s - CERTAIN_S:
-            slacks = self._slacks(self._entry_of.values(), self.floor_s - RISE_S - CERTAIN_S, now_s, tpot_s, step)
-            counting = [slack for slack in slacks if slack[0] >= self.floor_s]
-            least_s = counting[0][0] if counting else inf
-            num_near = len(slacks) - len(counting) + NEAR
-            self._near = {entry: None for _, entry in slacks[:num_near]}
-            self._beyond_s = slacks[num_near][0] if num_near < len(slacks) else inf
-            self._seen = tpot_s, now_s, step
-        self._witnesses = [entry for _, entry in counting[:WITNESSES]] if least_s <= prefill_s else []
+        gone_s = now_s - seen_s
+        least_s = self._least_s(now_s, tpot_s, step)
+        risen_s = (step - seen_step) * max(tpot_s, self.tpot_slo_s) - gone_s
+        if tpot_s != seen_tpot_s or risen_s > RISE_S or least_s > self._beyond_s - gone_s - CERTAIN_S:
+            for near_s in (NEAR_S, 8 * NEAR_S, inf):
+                # Where none is so near, further.
+                self._look(prefill_s + near_s, now_s, tpot_s, step)
+                least_s = self._least_s(now_s, tpot_s, step)
+                if least_s < inf:
+                    break
+        self._witnesses = []
+        if least_s <= prefill_s:
+            slacks = [(self._slack_s(entry, now_s, tpot_s, step), entry) for entry in self._near]
+            slacks.sort(key=itemgetter(0))
+            self._witnesses = [entry for slack_s, entry in slacks if slack_s >= self.floor_s][:WITNESSES]
         return least_s
 
-    def _slacks(
-        self, entries: Iterable[Entry], floor_s: float, now_s: float, tpot_s: float, step: int
-    ) -> list[tuple[float, Entry]]:
-        """Slacks of at least `floor_s`, s, in ascending order, and whose they are."""
-        found: list[tuple[float, Entry]] = []
-        gone, gone_s, earned_s = float(step), tpot_s * step, tpot_s - self.tpot_slo_s
-        for entry in entries:
-            left = entry.left
-            slack_s = entry.base_s - left * tpot_s
-            if entry.stepping:
-                slack_s += gone_s
-                left -= gone
-            if left < 1.0:
-                # Past its lower bound a request still expects one token, and every token it has earned it time.
-                slack_s += earned_s * (left - 1.0)
-            slack_s -= now_s
-            if slack_s >= floor_s:
-                found.append((slack_s, entry))
-        found.sort(key=itemgetter(0))
-        return found
+    def _look(self, most_s: float, now_s: float, tpot_s: float, step: int) -> None:
+        """Note whose slack is at most `most_s`, and not so little that it cannot count for a while."""
+        low_s, near = self.floor_s - RISE_S - CERTAIN_S, dict[Entry, None]()
+        for entry in self._entry_of.values():
+            slack_s = self._slack_s(entry, now_s, tpot_s, step)
+            if low_s <= slack_s <= most_s:
+                near[entry] = None
+        self._near, self._beyond_s, self._seen = near, most_s, (tpot_s, now_s, step)
+
+    def _least_s(self, now_s: float, tpot_s: float, step: int) -> float:
+        """The least slack that counts of those near, s; infinite without any."""
+        least_s, floor_s = inf, self.floor_s
+        for entry in self._near:
+            slack_s = self._slack_s(entry, now_s, tpot_s, step)
+            if floor_s <= slack_s < least_s:
+                least_s = slack_s
+        return least_s
+
+    def _slack_s(self, entry: Entry, now_s: float, tpot_s: float, step: int) -> float:
+        left = entry.left
+        slack_s = entry.base_s - left * tpot_s
+        if entry.stepping:
+            slack_s += tpot_s * step
+            left -= step
+        if left < 1.0:
+            # Past its lower bound a request still expects one token, and every token it has earned it time.
+            slack_s += (tpot_s - self.tpot_slo_s) * (left - 1.0)
+        return slack_s - now_s
 
     def is_blocked(self, prefill_s: float, now_s: float, tpot_s: float, step: int) -> bool:
         """Whether one of the requests that were nearest to blocking at the last full look proves Eq. 2 violated.
