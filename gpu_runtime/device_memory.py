@@ -119,7 +119,8 @@ class DeviceMemory:
         pin = device.type == "cuda"
         self.gpu = KVPool(config, scratch + spare_blocks, block_tokens, layer_group, device, dtype, places=places)
         # Blocks of states are not of KV alone.
-        kv_blocks = 0 if isinstance(memory, SavedStates | TieredStates) else host_blocks
+        has_states = isinstance(memory, SavedStates) or isinstance(memory.backing, TieredStates)
+        kv_blocks = 0 if has_states else host_blocks
         self.host = KVPool(config, max(1, kv_blocks), block_tokens, layer_group, "cpu", dtype, pin, places)
         self.counted = BlockIds(gpu_blocks)
         self.scratch = BlockIds(scratch)
@@ -136,10 +137,10 @@ class DeviceMemory:
             states = StatePlacement(self.counted, BlockIds(host_blocks), block_tokens)
             self.placement: Placement = states
             self.states = LiveStates(memory, states, decoder, self.gpu, self.engine, self.copies)
-        elif isinstance(memory, TieredStates):
+        elif isinstance(memory.backing, TieredStates):
             turns = TurnPlacement(self.counted, host_blocks, block_tokens)
             self.placement = turns
-            self.states = TurnStates(memory, turns, decoder, self.gpu, self.engine, self.copies)
+            self.states = TurnStates(memory.backing, turns, decoder, self.gpu, self.engine, self.copies)
         elif isinstance(memory, FirstLayersAgain):
             placement = UncachedPlacement(self.counted, self.host.ids, num_groups=groups, block_tokens=block_tokens)
             budget = scheduler.limits.max_num_batched_tokens

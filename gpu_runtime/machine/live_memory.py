@@ -166,7 +166,7 @@ def fit_to_machine(scenario: Scenario, policy: Policy, device: str, decoder: Dec
             f"{host_bytes / GIB:.1f} GiB are free: lower --swap-space (or --num-cpu-blocks-override)"
             + ("" if cuda else " or --num-gpu-blocks-override")
         )
-    if isinstance(scheduler.memory, TieredStates):
+    if isinstance(scheduler.memory.backing, TieredStates):
         _check_states(scenario, policy)
     return scenario
 
@@ -174,8 +174,8 @@ def fit_to_machine(scenario: Scenario, policy: Policy, device: str, decoder: Dec
 def _check_states(scenario: Scenario, policy: Policy) -> None:
     """UserError where the host has room for states of what is on the GPU, and none for those of ended turns."""
     memory = build_engine(prepare(scenario, "", policy), None, Recording()).scheduler.memory
-    assert isinstance(memory, TieredStates)
-    if not memory.cache.num_chunks:
+    assert isinstance(memory.backing, TieredStates)
+    if not memory.backing.cache.num_chunks:
         raise UserError(
             f"memory=tiered-states: states of the GPU's {memory.gpu.num_blocks} blocks leave no host memory to ended "
             "turns: raise --swap-space, or lower --num-gpu-blocks-override"

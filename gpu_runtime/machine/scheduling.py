@@ -50,5 +50,5 @@ def moves(scenario: Scenario, policy: Policy) -> str:
             return f"{kind}={names[kind]}"
     setup = prepare(scenario, "", policy.with_async_scheduling(False))
     memory = build_engine(setup, None, Recording()).scheduler.memory
-    can = type(memory) in (PagedMemory, PrefixMemory, HybridMemory)
-    return "" if can else f"memory={names['memory']} ({type(memory).__name__})"
+    can = type(memory) in (PagedMemory, PrefixMemory, HybridMemory) and memory.backing is None
+    return "" if can else f"memory={names['memory']} ({type(memory.backing or memory).__name__})"

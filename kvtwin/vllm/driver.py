@@ -216,7 +216,7 @@ def check_parts(policy: Policy, parts: Parts) -> None:
     """UserError unless vLLM's blocks and steps can carry out what `parts` decide."""
     names = policy.names
     wanted = ""
-    if type(parts.memory) not in (PagedMemory, PrefixMemory):
+    if type(parts.memory) not in (PagedMemory, PrefixMemory) or parts.memory.backing is not None:
         wanted = f"memory={names['memory']}: vLLM's blocks are memory=paged"
     elif parts.eviction.moves_whole:
         wanted = f"eviction={names['eviction']}: vLLM's steps copy nothing to the host; take eviction=recompute"

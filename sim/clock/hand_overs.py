@@ -79,8 +79,8 @@ class HandOvers:
             chosen = self._chosen(seq)
             self._left[goes_on] = seq, place, self.members[chosen].num_decisions
             self.prefilled_by[goes_on] = place
-            memory = self.members[chosen].engine.scheduler.memory
-            if isinstance(memory, ReturnsKV) and memory.returns_kv:
+            backing = self.members[chosen].engine.scheduler.memory.backing
+            if isinstance(backing, ReturnsKV) and backing.returns_kv:
                 self._sources[goes_on] = place
             member.let_go(seq.request)
             self.members[chosen].take(seq.request)

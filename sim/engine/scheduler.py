@@ -39,7 +39,8 @@ class Parts:
 
     def all(self) -> tuple[Part, ...]:
         """In the order in which they are bound and asked."""
-        return self.order, self.memory, self.admission, self.stage, self.eviction, self.batching
+        backing = () if self.memory.backing is None else (self.memory.backing,)
+        return self.order, *backing, self.memory, self.admission, self.stage, self.eviction, self.batching
 
 
 class Scheduler:

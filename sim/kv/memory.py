@@ -20,18 +20,15 @@ from sim.kv.block_pool import BlockPool
 from sim.parts.base import Part
 
 if TYPE_CHECKING:
+    from sim.kv.backing import Backing
     from sim.systems.builder import Builder
 
 ALL_LAYERS: Final = (0,)
 """The one layer group of memory whose blocks span the model."""
 
 
-class Memory(Part):
-    """All pools, and what is where. `unit` pool blocks hold `block_size` tokens of the whole model.
-
-    Holds Eq. 5's ledger: the pools' running totals. `recount` is for tests: what the pools should say, counted from the
-    sequences. Blocks are pool blocks unless they are called whole.
-    """
+class MemoryKind(Part):
+    """What the class says that a name in `memory=` stands for: a memory, or what is behind one (`sim.kv.backing`)."""
 
     can_cache_prefixes: ClassVar[bool] = False
     """Whether prompts may hit blocks that others have computed, where a run asks for it."""
@@ -53,8 +50,19 @@ class Memory(Part):
     """Whether KV can come from another engine; else `receive` is not called."""
     splits_layers: ClassVar[bool] = False
     """Whether a prompt may start with some of its layers on the host."""
+
+
+class Memory(MemoryKind):
+    """All pools, and what is where. `unit` pool blocks hold `block_size` tokens of the whole model.
+
+    Holds Eq. 5's ledger: the pools' running totals. `recount` is for tests: what the pools should say, counted from the
+    sequences. Blocks are pool blocks unless they are called whole.
+    """
+
     caches_prefixes: bool = False
     """Whether prompts may hit blocks that others have computed."""
+    backing: "Backing | None" = None
+    """What is behind the GPU's cached blocks."""
 
     gpu: BlockPool
     host: BlockPool
@@ -304,7 +312,7 @@ class Memory(Part):
     @property
     def num_cached_on_host(self) -> int:
         """Host blocks of cached content, beside those that sequences hold."""
-        return 0
+        return 0 if self.backing is None else self.backing.num_cached_on_host
 
     # -- told and asked where plans are executed ---------------------------------------------------------------------
 

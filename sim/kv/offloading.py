@@ -1,19 +1,22 @@
-"""`OffloadingMemory`, `OffloadingPaged`: the GPU's blocks with vLLM's OffloadingConnector, prefixes cached or not."""
+"""`Offloading`, `OffloadingPaged`: the GPU's blocks with vLLM's OffloadingConnector, prefixes cached or not."""
 
 from typing import TYPE_CHECKING, ClassVar, Self
 
 from sim.engine.changes import Move
 from sim.engine.limits import Limits
 from sim.engine.sequence import Sequence
-from sim.kv.block_pool import BlockPool
+from sim.errors import UserError
+from sim.kv.backing import Backing
 from sim.kv.index.prefix_index import Holding, Keys
 from sim.kv.memory import Memory
+from sim.kv.paged import PagedMemory
 from sim.kv.prefix import PrefixMemory
 from sim.kv.tiers.connector import OffloadingConnector
 from sim.kv.tiers.fences import FencedIndex, FencedStack
 from sim.kv.tiers.tiering import connector_of
 
 if TYPE_CHECKING:
+    from sim.engine.scheduler import Scheduler
     from sim.systems.builder import Builder
 
 
@@ -22,48 +25,49 @@ def has_ended(seq: Sequence) -> bool:
     return seq.num_generated >= seq.output_tokens
 
 
-class OffloadingMemory(PrefixMemory):
-    """Shared blocks; what a load brings is shared once it is seen to have ended."""
+class Offloading(Backing):
+    """A connector behind shared blocks; what a load brings is shared once it is seen to have ended."""
 
     @classmethod
-    def build(cls, b: "Builder") -> Self:
-        return cls(b.limits, connector_of(b))
+    def build(cls, b: "Builder") -> PagedMemory:
+        return PrefixMemory.build(b, cls(connector_of(b)))
 
-    def __init__(self, limits: Limits, connector: OffloadingConnector) -> None:
-        super().__init__(limits, in_flight_hits=True)
+    def __init__(self, connector: OffloadingConnector) -> None:
         self.connector = connector
-        self.index = self._fenced = FencedIndex(self.published, connector.reused)
-        self.gpu = BlockPool(self.gpu.name, self.gpu.num_blocks, self.index)
 
-    def look_up(self, seq: Sequence, *, is_next: bool = True) -> None:
-        if seq not in self._holdings:
-            self._holdings[seq] = Holding(seq, self._keys_of(seq))
-        super().look_up(seq, is_next=is_next)
+    def bind(self, scheduler: "Scheduler") -> None:
+        super().bind(scheduler)
+        self._fenced = FencedIndex(self.blocks.published, self.connector.reused)
+        self.blocks.index = self.blocks.gpu.index = self._fenced
 
-    def _keys_of(self, seq: Sequence) -> Keys:
+    def tell_blocks(self) -> None:
+        raise UserError("--kv-offloading-size: runs on a device keep no prefixes on the host yet; leave it out")
+
+    def look_up(self, seq: Sequence) -> None:
+        if seq not in self.blocks.holdings:
+            self.blocks.holdings[seq] = Holding(seq, self.keys_of(seq))
+
+    def keys_of(self, seq: Sequence) -> Keys:
         return self.connector.block_keys(seq)
 
-    def take(self, seq: Sequence, num_tokens: int) -> None:
-        super().take(seq, num_tokens)
+    def taken(self, seq: Sequence, found: range) -> None:
         self.resume(seq)
 
     def resume(self, seq: Sequence) -> None:
         """`seq` has its blocks and goes on."""
         if self._fenced.fences:
-            self._fenced.hit(self._holdings[seq])
+            self._fenced.hit(self.blocks.holdings[seq])
 
     def prepare(self, now_s: float) -> None:
-        super().prepare(now_s)
         if self._fenced.fences and not self.connector.fenced:
             self._fenced.fences.clear()
 
-    def release(self, seq: Sequence) -> None:
+    def keeps(self, seq: Sequence) -> bool:
         if has_ended(seq):
             self._fenced.leaving = self.connector.finished(seq)
-        super().release(seq)
+        return False
 
     def forget(self, seq: Sequence) -> None:
-        super().forget(seq)
         self.connector.forget(seq)
 
     def transfer_done(self, move: Move) -> None:

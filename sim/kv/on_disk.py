@@ -1,4 +1,4 @@
-"""`DiskTieredMemory`: a disk below the host, and windows over the queue (CachedAttention, section 3.3).
+"""`DiskTier`: a disk below the host, and windows over the queue (CachedAttention, section 3.3).
 
 What is saved on the host is written to the disk as well, so that it can give way on the host at once. Of requests
 within the prefetch window, what is on the disk alone is fetched to the host while others compute (3.3.1); on both tiers
@@ -10,7 +10,7 @@ all reads that are under way count as if they had just begun.
 
 from collections.abc import Iterator, Mapping
 from itertools import islice
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 from sim.engine.changes import Move, Tier
 from sim.engine.limits import Limits, TierCounters
@@ -18,7 +18,7 @@ from sim.engine.plan import IterationPlan
 from sim.engine.sequence import Sequence
 from sim.errors import UserError
 from sim.kv.memory import ALL_LAYERS
-from sim.kv.tiered import TieredMemory
+from sim.kv.tiered import HostTier
 from sim.kv.tiered_options import TieredOptions
 from sim.kv.tiers.drive import Drive
 from sim.kv.tiers.host_cache import HostCache
@@ -27,21 +27,14 @@ from sim.kv.tiers.worth import Worth
 
 if TYPE_CHECKING:
     from sim.engine.scheduler import Scheduler
-    from sim.systems.builder import Builder
 
 
-class DiskTieredMemory(TieredMemory):
-    """The GPU's prefix cache, the host's behind it, and the disk's behind that."""
+class DiskTier(HostTier):
+    """The host's cache behind the GPU's, and the disk's behind that."""
 
-    @classmethod
-    def build(cls, b: "Builder") -> Self:
-        return cls(b.limits, Worth.of(b), b.options(TieredOptions), b.block_bytes, in_flight_hits=b.policy.is_unified)
-
-    def __init__(
-        self, limits: Limits, worth: Worth, options: TieredOptions, block_bytes: float, *, in_flight_hits: bool
-    ) -> None:
-        """Of blocks that take `block_bytes` on all GPUs together; others as for `TieredMemory`."""
-        super().__init__(limits, worth, in_flight_hits=in_flight_hits)
+    def __init__(self, limits: Limits, worth: Worth, options: TieredOptions, block_bytes: float) -> None:
+        """Of blocks that take `block_bytes` on all GPUs together; others as for `HostTier`."""
+        super().__init__(limits, worth)
         self.disk_cache, self.look_ahead = HostCache(options.num_disk_blocks(block_bytes)), options.look_ahead
         self.drive = Drive(
             block_bytes,
@@ -207,7 +200,7 @@ class DiskTieredMemory(TieredMemory):
         for before, seq in enumerate(self._within(self.cache.num_chunks)):
             if not seq.request.hash_ids:
                 continue
-            access, first = self._access(seq), self._published_match(seq).num_blocks
+            access, first = self._access(seq), self.blocks.published_match(seq).num_blocks
             read = self._unhosted(access.keys, self._nameable(seq, first))
             if read and super()._saved_s(seq, range(first, read[-1] + 1)) >= 0.0:
                 if self._fetch(seq, access, read, before) is None:
@@ -246,7 +239,7 @@ class DiskTieredMemory(TieredMemory):
                 for _ in range(self._claims.pop(key, 0)):
                     self.cache.pin((key,))
         else:
-            seq, named = move.seq, self.keys.of(move.seq.request)
+            seq, named = move.seq, self.keys_of(move.seq)
             super().transfer_done(move)
             self._write(seq, named[: -(-move.end_token // self.block_size)])
 

@@ -32,7 +32,7 @@ class PagedMemory(Memory, Swaps):
         elif limits.kept_of_prompt is not None:
             place = "sim.kv.compressed_prompts:CompressedPrompts"
         elif b.offloading.offloads:
-            kind = "OffloadingMemory" if limits.enable_prefix_caching else "OffloadingPaged"
+            kind = "Offloading" if limits.enable_prefix_caching else "OffloadingPaged"
             place = f"sim.kv.offloading:{kind}"
         elif limits.has_window_groups and b.policy.has_hybrid_manager and not (limits.window and limits.window.chosen):
             place = "sim.kv.hybrid:HybridMemory"

@@ -7,7 +7,7 @@ Blocks without ids (private prompts, generated tokens) can only be hit by their 
 
 from typing import TYPE_CHECKING, Final
 
-from sim.engine.changes import make_place, make_release
+from sim.engine.changes import Move, make_place, make_release
 from sim.engine.limits import Limits
 from sim.engine.plan import IterationPlan
 from sim.engine.sequence import Sequence
@@ -20,6 +20,7 @@ from sim.parts.catalogue import STAGES, class_at
 from sim.parts.stage.speculative_options import SpeculativeOptions
 
 if TYPE_CHECKING:
+    from sim.kv.backing import Backing
     from sim.systems.builder import Builder
 
 NOTHING: Final = Match((), 0, 0, False)
@@ -34,21 +35,25 @@ class PrefixMemory(PagedMemory):
     caches_prefixes = True
 
     @classmethod
-    def build(cls, b: "Builder") -> PagedMemory:
-        kind = cls
-        if STAGES[b.names["stage"]].drafts and b.options(SpeculativeOptions).reads_next_token:
-            kind = class_at("sim.kv.lookahead:LookaheadMemory")
-        return kind(b.limits, in_flight_hits=b.policy.is_unified)
+    def build(cls, b: "Builder", backing: "Backing | None" = None) -> PagedMemory:
+        """`backing` stands behind the blocks, if anything does."""
+        memory = cls(b.limits, backing, in_flight_hits=b.policy.is_unified)
+        if backing is None and STAGES[b.names["stage"]].drafts and b.options(SpeculativeOptions).reads_next_token:
+            memory.keys = class_at("sim.kv.lookahead:LookaheadKeys")(b.limits.block_size)
+        return memory
 
-    def __init__(self, limits: Limits, *, in_flight_hits: bool = False) -> None:
+    def __init__(self, limits: Limits, backing: "Backing | None" = None, *, in_flight_hits: bool = False) -> None:
         """`in_flight_hits`: what an iteration computes can be hit in the same one (vLLM v1)."""
         super().__init__(limits)
         self.in_flight_hits = in_flight_hits
         self.index = PrefixIndex(self.published)
         self.gpu = BlockPool(self.gpu.name, self.gpu.num_blocks, self.index)
         self.keys = BlockKeys(limits.block_size)
+        self.backing = backing
+        if backing is not None:
+            backing.blocks = self
         # Of sequences whose blocks have keys, from their first look-up or preemption on.
-        self._holdings: dict[Sequence, Holding] = {}
+        self.holdings: dict[Sequence, Holding] = {}
         self._next_private_key = FIRST_PRIVATE_KEY
         self._looked_up: tuple[Sequence | None, int, Match] = (None, -1, NOTHING)
         # Whether a sequence that decodes may lengthen what the next prompt would hit.
@@ -57,44 +62,53 @@ class PrefixMemory(PagedMemory):
         self._num_pending = 1
 
     def tell_blocks(self) -> None:
+        if self.backing is not None:
+            self.backing.tell_blocks()
         # Runs that are not executed have no ids to keep.
         from sim.kv.telling import TellingIndex  # noqa: PLC0415
 
         self.index = self.gpu.index = TellingIndex(self.published, self.scheduler)
 
     def name_blocks(self, seq: Sequence, keys: tuple[int, ...]) -> None:
-        self.index.extend(self._holdings[seq], keys)
+        if self.backing is not None:
+            keys = self.backing.name_blocks(seq, keys)
+        self.index.extend(self.holdings[seq], keys)
 
     # -- looking up --------------------------------------------------------------------------------------------------
 
     def look_up(self, seq: Sequence, *, is_next: bool = True) -> None:
-        match = self._published_match(seq)
+        if self.backing is not None:
+            self.backing.look_up(seq)
+        match = self.published_match(seq)
         if is_next:
             self._may_grow = match.growing
 
     def cached_tokens(self, seq: Sequence) -> int:
-        return self._match(seq).num_blocks * self.block_size
+        blocks = self.match(seq).num_blocks
+        if self.backing is not None:
+            blocks += len(self.backing.found(seq, blocks))
+        return blocks * self.block_size
 
-    def _published_match(self, seq: Sequence) -> Match:
-        """`_match`, with the sequences that lengthen what it hits brought up to date."""
+    def published_match(self, seq: Sequence) -> Match:
+        """`match`, with the sequences that lengthen what it hits brought up to date."""
         known, version, match = self._looked_up
         if known is seq and version == self.index.version:
             return match
-        holding = self._holdings.get(seq)
+        holding = self.holdings.get(seq)
         if holding is None:
             if not seq.request.hash_block_tokens:
                 return NOTHING
-            holding = self._holdings[seq] = Holding(seq, self._keys_of(seq))
+            holding = self.holdings[seq] = Holding(seq, self._keys_of(seq))
         match = self.index.publish_and_match(holding.keys, self._limit(seq, holding.keys))
         self._looked_up = (seq, self.index.version, match)
         return match
 
-    def _match(self, seq: Sequence) -> Match:
+    def match(self, seq: Sequence) -> Match:
         """What `seq` would hit of others', or of its own if computed again; all but its last token at most."""
         known, version, match = self._looked_up
         if known is seq and version == self.index.version:
             return match
-        holding = self._holdings.get(seq)
+        holding = self.holdings.get(seq)
         if holding is not None:
             return self.index.match(holding.keys, self._limit(seq, holding.keys))
         if not seq.request.hash_block_tokens:
@@ -103,7 +117,7 @@ class PrefixMemory(PagedMemory):
         return self.index.match(keys, self._limit(seq, keys))
 
     def _keys_of(self, seq: Sequence) -> Keys:
-        return self.keys.of(seq.request)
+        return self.keys.of(seq.request) if self.backing is None else self.backing.keys_of(seq)
 
     def _limit(self, seq: Sequence, keys: Keys) -> int:
         return min((seq.num_tokens - 1) // self.block_size, len(keys))
@@ -121,52 +135,57 @@ class PrefixMemory(PagedMemory):
     def full_blocks(self, seq: Sequence) -> int:
         """Full blocks of a sequence that is in no batch: the last token's KV is yet to be computed."""
         known = seq.num_computed if seq.prefilling else max(seq.num_computed, seq.num_tokens - 1)
-        return known // self.block_size
+        return min(known, seq.num_tokens - self.keys.num_ahead) // self.block_size
 
     # -- prompts ---------------------------------------------------------------------------------------------------
 
     def blocks_wanted(self, seq: Sequence, num_tokens: int) -> int:
-        match, blocks = self._match(seq), -(-num_tokens // self.block_size)
+        match, blocks = self.match(seq), -(-num_tokens // self.block_size)
         # Idle hits are free blocks as well, until they are taken.
         return blocks - match.num_blocks + match.num_idle
 
     def take(self, seq: Sequence, num_tokens: int) -> None:
-        match = self._published_match(seq)
-        self._hold(seq, match, -(-num_tokens // self.block_size))
-        seq.num_computed = match.num_blocks * self.block_size
+        match, backing = self.published_match(seq), self.backing
+        found = range(0) if backing is None else backing.found(seq, match.num_blocks)
+        self.hold(seq, match, -(-num_tokens // self.block_size))
+        seq.num_computed = (match.num_blocks + len(found)) * self.block_size
         self._may_grow = False
+        if backing is not None:
+            backing.taken(seq, found)
 
     def complete(self, plan: IterationPlan) -> None:
         # What can be hit in the iteration that computes it was published when that was decided.
-        if self._holdings and not self.in_flight_hits:
+        if self.holdings and not self.in_flight_hits:
             for chunk in plan.chunks:
                 self.publish(chunk.seq, chunk.num_cached + chunk.num_new)
 
     def publish(self, seq: Sequence, num_tokens: int) -> None:
         """The first `num_tokens` tokens of `seq` are computed: what they fill can be hit."""
-        holding = self._holdings.get(seq)
+        holding = self.holdings.get(seq)
         if holding is not None:
             self.index.publish(holding, num_tokens // self.block_size)
 
     # -- from other engines --------------------------------------------------------------------------------------------
 
     def look_up_received(self, seq: Sequence) -> None:
-        self._may_grow |= self._published_match(seq).growing
+        self._may_grow |= self.published_match(seq).growing
 
     def fits_received(self, seq: Sequence, keep_free: int) -> bool:
         return self.fits(seq, keep_free)
 
     def receive(self, seq: Sequence, num_tokens: int) -> int:
+        if self.backing is not None:
+            self.backing.received(seq)
         # What is cached here is not sent.
-        match, blocks = self._published_match(seq), -(-num_tokens // self.block_size)
-        self._hold(seq, match, blocks)
+        match, blocks = self.published_match(seq), -(-num_tokens // self.block_size)
+        self.hold(seq, match, blocks)
         self.scheduler.counters.policy["unsent_blocks"] += match.num_blocks
         return blocks - match.num_blocks
 
-    def _hold(self, seq: Sequence, match: Match, num_blocks: int) -> None:
+    def hold(self, seq: Sequence, match: Match, num_blocks: int) -> None:
         """`seq` has so many blocks, those of its match among them."""
         seq.num_blocks = num_blocks
-        if (holding := self._holdings.get(seq)) is not None:
+        if (holding := self.holdings.get(seq)) is not None:
             self.index.take(holding, match)
             self.gpu.allocate(match.num_idle)
         self.gpu.allocate(num_blocks - match.num_blocks)
@@ -188,7 +207,7 @@ class PrefixMemory(PagedMemory):
         """From now on the batch may not grow in step: publish what it has filled so far."""
         batch, size, late = self.batch, self.block_size, []
         members, computed = batch.members, batch.step - self._num_pending
-        for seq, holding in self._holdings.items():
+        for seq, holding in self.holdings.items():
             # At most so many are full: most have published them, and need no closer look.
             most = (seq.batch_offset + computed) // size
             if holding.num_blocks < most and holding.num_blocks < len(holding.keys) and seq in members:
@@ -210,14 +229,19 @@ class PrefixMemory(PagedMemory):
         return 1 if self._may_grow else super().repeats(plan, steps)
 
     def may_leave(self, seq: Sequence) -> bool:
-        return seq not in self._holdings
+        return seq not in self.holdings
 
     # -- the way out -----------------------------------------------------------------------------------------------
 
     def release(self, seq: Sequence) -> None:
+        if self.backing is None or not self.backing.keeps(seq):
+            self.give_back(seq)
+
+    def give_back(self, seq: Sequence) -> None:
+        """`seq` holds nothing from now on, whatever is behind."""
         self._num_pending = 1
         full = self.full_blocks(seq)
-        holding = self._holdings.get(seq)
+        holding = self.holdings.get(seq)
         freed, held = seq.num_blocks, 0
         ended = seq.num_generated >= seq.output_tokens
         if not ended and full > (len(holding.keys) if holding is not None else 0):
@@ -232,16 +256,16 @@ class PrefixMemory(PagedMemory):
         if holding is not None:
             freed += self.index.release(holding) - held
             if self.has_left(seq):
-                del self._holdings[seq]
+                del self.holdings[seq]
         self.gpu.release(freed)
         seq.num_blocks = 0
         self.scheduler.changes.append(make_release((seq,)))
 
     def _name_private_blocks(self, seq: Sequence) -> Holding:
         """Keys for blocks that have none: a preempted sequence may hit its own when it comes back."""
-        holding = self._holdings.get(seq)
+        holding = self.holdings.get(seq)
         if holding is None:
-            holding = self._holdings[seq] = Holding(seq, ())
+            holding = self.holdings[seq] = Holding(seq, ())
         first, count = self._next_private_key, self._most_blocks(seq) - len(holding.keys)
         holding.keys += tuple(range(first, first + count))
         self._next_private_key += count
@@ -252,12 +276,20 @@ class PrefixMemory(PagedMemory):
 
     def await_last_token(self, seq: Sequence) -> None:
         self._num_pending = 1
-        if (holding := self._holdings.get(seq)) is not None:
+        if (holding := self.holdings.get(seq)) is not None:
             full = (seq.num_tokens - 2) // self.block_size
             self.index.publish(holding, full, (-seq.num_tokens, holding.number))
 
     def forget(self, seq: Sequence) -> None:
-        self._holdings.pop(seq, None)
+        self.holdings.pop(seq, None)
+        if self.backing is not None:
+            self.backing.forget(seq)
+
+    def transfer_done(self, move: Move) -> None:
+        if self.backing is not None:
+            self.backing.transfer_done(move)
+        else:
+            super().transfer_done(move)
 
     @property
     def num_evicted(self) -> int:
@@ -265,6 +297,6 @@ class PrefixMemory(PagedMemory):
 
     def recount(self) -> tuple[int, int]:
         gpu, host = super().recount()
-        runs = {run for holding in self._holdings.values() for run in holding.runs}
-        shared = sum(holding.num_blocks for holding in self._holdings.values())
+        runs = {run for holding in self.holdings.values() for run in holding.runs}
+        shared = sum(holding.num_blocks for holding in self.holdings.values())
         return gpu - shared + sum(run.num_blocks for run in runs), host

@@ -76,6 +76,8 @@ class RadixMemory(Memory):
     name: ClassVar[str] = "radix"
     can_cache_prefixes: ClassVar[bool] = True
     caches_prefixes = True
+    shares_reads: ClassVar[bool] = False
+    """Whether kernels read what several decodes share once a step, for all of them."""
 
     @classmethod
     def build(cls, b: "Builder") -> Memory:
@@ -92,6 +94,8 @@ class RadixMemory(Memory):
         self._next_private_key = -1
         # Keys of what was generated, of those that run, where they are known by content.
         self._named: dict[Sequence, Keys] = {}
+        # Where reads are shared, sequences that decode, and where what the tree has of each ends.
+        self._reading: dict[Sequence, Node] = {}
 
     def tell_blocks(self) -> None:
         # Runs that are not executed have no ids to keep.
@@ -100,7 +104,9 @@ class RadixMemory(Memory):
         self.tree = self.pool.tree = TellingTree(self.scheduler)
 
     def name_blocks(self, seq: Sequence, keys: tuple[int, ...]) -> None:
-        self._named[seq] = self._named.get(seq, ()) + keys
+        # What is generated is never hit where reads are shared.
+        if not self.shares_reads:
+            self._named[seq] = self._named.get(seq, ()) + keys
 
     # -- looking up --------------------------------------------------------------------------------------------------
 
@@ -181,6 +187,11 @@ class RadixMemory(Memory):
         self.pool.evict_deferred()
         for chunk in plan.chunks:
             self.publish(chunk.seq, chunk.num_cached + chunk.num_new)
+        if self._reading and plan.num_decodes:
+            shared = self.tree.num_reread
+            if plan.num_decodes < len(self._reading):
+                shared = self.tree.num_reread_by(self._reading[seq] for seq in plan.decodes)
+            plan.decode_shared_tokens = shared * self.block_size
 
     def publish(self, seq: Sequence, num_tokens: int) -> None:
         """The first `num_tokens` tokens of `seq` are computed. What is generated waits for its end."""
@@ -196,6 +207,16 @@ class RadixMemory(Memory):
             self.pool.release(used)
 
     # -- decodes -------------------------------------------------------------------------------------------------------
+
+    def joined(self, seq: Sequence) -> None:
+        if self.shares_reads and seq not in self._reading:
+            node = self._reading[seq] = self._prefix(seq).node
+            self.tree.begin_reading(node)
+
+    def left(self, seq: Sequence) -> None:
+        node = self._reading.pop(seq, None)
+        if node is not None:
+            self.tree.end_reading(node)
 
     def grow_further(self, batch: DecodeBatch, steps: int) -> None:
         pool, before = self.pool, batch.blocks_needed(1)

@@ -1,4 +1,4 @@
-"""Memory for kernels that read what several decodes share once a step, for all of them (`SharedReads`).
+"""Radix trees for kernels that read what several decodes share once a step, for all of them.
 
 `ChunkMemory` shares whole chunks of prompts between those that run (Ye et al., "ChunkAttention", ACL 2024);
 `GroupMemory` the prefix of a group of requests that an order has planned together (Zheng et al., "BatchLLM", 2024).
@@ -8,48 +8,17 @@ Neither shares what is generated.
 from typing import ClassVar
 
 from sim.engine.limits import Limits
-from sim.engine.plan import IterationPlan
 from sim.engine.sequence import Sequence
 from sim.kv.index.prefix_index import Keys
-from sim.kv.index.radix_tree import Node
 from sim.kv.radix import RadixMemory
 from sim.parts.needs import Need
 
 
-class SharedReads(RadixMemory):
-    """Tells each plan how much of its decodes' contexts is read more than once."""
-
-    def __init__(self, limits: Limits) -> None:
-        super().__init__(limits)
-        # Sequences that decode, and where what the tree has of each ends.
-        self._reading: dict[Sequence, Node] = {}
-
-    def name_blocks(self, seq: Sequence, keys: tuple[int, ...]) -> None:
-        """What is generated is never hit."""
-
-    def joined(self, seq: Sequence) -> None:
-        if seq not in self._reading:
-            node = self._reading[seq] = self._prefix(seq).node
-            self.tree.begin_reading(node)
-
-    def left(self, seq: Sequence) -> None:
-        node = self._reading.pop(seq, None)
-        if node is not None:
-            self.tree.end_reading(node)
-
-    def complete(self, plan: IterationPlan) -> None:
-        super().complete(plan)
-        if plan.num_decodes:
-            shared = self.tree.num_reread
-            if plan.num_decodes < len(self._reading):
-                shared = self.tree.num_reread_by(self._reading[seq] for seq in plan.decodes)
-            plan.decode_shared_tokens = shared * self.block_size
-
-
-class ChunkMemory(SharedReads):
+class ChunkMemory(RadixMemory):
     """Whole chunks of prompts are shared while a sequence runs that has them, and freed with the last of these."""
 
     name: ClassVar[str] = "chunks"
+    shares_reads: ClassVar[bool] = True
 
     def keys_of(self, seq: Sequence) -> Keys:
         return self.named_keys(seq)
@@ -68,10 +37,11 @@ class ChunkMemory(SharedReads):
         return 0
 
 
-class GroupMemory(SharedReads):
+class GroupMemory(RadixMemory):
     """The prefix of each group is computed once and shared by its members; idle, it goes as a leaf of the tree does."""
 
     name: ClassVar[str] = "prefix-groups"
+    shares_reads: ClassVar[bool] = True
     needs: ClassVar[tuple[Need, ...]] = (Need("order", "keeps what an order has planned", names=("prefix-groups",)),)
 
     def __init__(self, limits: Limits) -> None:

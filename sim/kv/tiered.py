@@ -1,4 +1,4 @@
-"""`TieredMemory`: cached prefixes that outlive their GPU blocks on the host (`limits.num_cpu_blocks` of them).
+"""`HostTier`: cached prefixes that outlive their GPU blocks on the host (`limits.num_cpu_blocks` of them).
 
 When a turn ends, what it filled is saved beside later computation; its blocks are free when that has ended. A prompt
 whose prefix goes on there is loaded layer by layer while its rest is computed, in one iteration, where that is not
@@ -12,8 +12,11 @@ from sim.engine.limits import Limits, TierCounters
 from sim.engine.plan import IterationPlan, StepTimes
 from sim.engine.sequence import Sequence, Status
 from sim.errors import UserError
+from sim.kv.backing import NOWHERE, Backing
 from sim.kv.index.block_chain import NamedChain
+from sim.kv.index.prefix_index import Keys
 from sim.kv.memory import ALL_LAYERS
+from sim.kv.paged import PagedMemory
 from sim.kv.prefix import PrefixMemory
 from sim.kv.tiered_options import TieredOptions
 from sim.kv.tiers.host_cache import HostCache
@@ -28,11 +31,9 @@ if TYPE_CHECKING:
     from sim.engine.scheduler import Scheduler
     from sim.systems.builder import Builder
 
-NOWHERE = range(0)
 
-
-class TieredMemory(PrefixMemory):
-    """The GPU's prefix cache, and the host's behind it."""
+class HostTier(Backing):
+    """The host's cache behind the GPU's."""
 
     name: ClassVar[str] = "tiered"
     options: ClassVar[type | None] = TieredOptions
@@ -40,7 +41,7 @@ class TieredMemory(PrefixMemory):
     memoized = ("_looked_on_host",)
 
     @classmethod
-    def build(cls, b: "Builder") -> "TieredMemory":
+    def build(cls, b: "Builder") -> PagedMemory:
         """With a disk where one is asked for."""
         if b.offloading.offloads:
             raise UserError("--kv-offloading-size: goes with memory=paged, not tiered, which keeps prefixes itself")
@@ -52,15 +53,14 @@ class TieredMemory(PrefixMemory):
                     f"replacement={options.replacement}: beside a disk (disk-space) what the queue wants is kept, then "
                     "what was used last; leave one of them out"
                 )
-            return class_at("sim.kv.on_disk:DiskTieredMemory").build(b)
-        return cls(b.limits, Worth.of(b), in_flight_hits=b.policy.is_unified, replacement=options.replacement)
+            disk = class_at("sim.kv.on_disk:DiskTier")(b.limits, Worth.of(b), options, b.block_bytes)
+            return PrefixMemory.build(b, disk)
+        return PrefixMemory.build(b, cls(b.limits, Worth.of(b), options.replacement))
 
-    def __init__(
-        self, limits: Limits, worth: Worth, *, in_flight_hits: bool = False, replacement: Replaced = "lru"
-    ) -> None:
-        """`worth` prices loads; `in_flight_hits` as for `PrefixMemory`; `replacement`: what gives way on the host."""
-        super().__init__(limits, in_flight_hits=in_flight_hits)
-        self.keys = self.chain = NamedChain(limits.block_size)
+    def __init__(self, limits: Limits, worth: Worth, replacement: Replaced = "lru") -> None:
+        """`worth` prices loads; `replacement`: what gives way on the host."""
+        self.block_size = limits.block_size
+        self.chain = NamedChain(limits.block_size)
         self.worth = worth
         self.cache = HostCache(limits.num_cpu_blocks, replacement)
         self._replacement: Replaced = replacement
@@ -82,17 +82,19 @@ class TieredMemory(PrefixMemory):
         return ((seq, Tier.GPU) for seq in self._saving)
 
     def tell_blocks(self) -> None:
-        super().tell_blocks()
         from sim.kv.telling import TellingCache  # noqa: PLC0415
 
         self.cache = TellingCache(self.cache.num_chunks, self.scheduler, self._replacement)
         self._tells = True
 
-    def name_blocks(self, seq: Sequence, keys: tuple[int, ...]) -> None:
+    def keys_of(self, seq: Sequence) -> Keys:
+        return self.chain.of(seq.request)
+
+    def name_blocks(self, seq: Sequence, keys: Keys) -> Keys:
         access = self._access(seq)
         known = len(access.keys)
         access.keys = self.chain.extended(access.keys, keys)
-        super().name_blocks(seq, access.keys[known:])
+        return access.keys[known:]
 
     @property
     def num_cached_on_host(self) -> int:
@@ -101,21 +103,15 @@ class TieredMemory(PrefixMemory):
     @property
     def versions(self) -> tuple[int, ...]:
         """Of all that can be loaded: equal if nothing has changed."""
-        return self.index.version, self.cache.version
+        return self.blocks.index.version, self.cache.version
 
     # -- loads -------------------------------------------------------------------------------------------------------
 
-    def look_up(self, seq: Sequence, *, is_next: bool = True) -> None:
-        super().look_up(seq, is_next=is_next)
+    def look_up(self, seq: Sequence) -> None:
         if seq.request.hash_ids:
             self._access(seq)
 
-    def cached_tokens(self, seq: Sequence) -> int:
-        return super().cached_tokens(seq) + len(self._hosted(seq)) * self.block_size
-
-    def _hosted(self, seq: Sequence) -> range:
-        """Blocks that `seq` would load after those that it hits on the GPU."""
-        first = self._match(seq).num_blocks
+    def found(self, seq: Sequence, first: int) -> range:
         known, versions, places = self._looked_on_host
         now = self.versions
         if known is seq and versions == now:
@@ -145,25 +141,21 @@ class TieredMemory(PrefixMemory):
 
     def _names(self, seq: Sequence) -> tuple[int, ...]:
         access = self._accesses.get(seq)
-        return self.keys.of(seq.request) if access is None else access.keys
+        return self.keys_of(seq) if access is None else access.keys
 
     def _access(self, seq: Sequence) -> Access:
         access = self._accesses.get(seq)
         if access is None:
-            access = self._accesses[seq] = Access(self.keys.of(seq.request))
+            access = self._accesses[seq] = Access(self.keys_of(seq))
         return access
 
-    def take(self, seq: Sequence, num_tokens: int) -> None:
-        self.look_up(seq)
-        places = self._hosted(seq)
-        super().take(seq, num_tokens)
-        if places:
+    def taken(self, seq: Sequence, found: range) -> None:
+        if found:
             access = self._access(seq)
             if self._tells:
-                self.scheduler.changes.append(Load(seq, places.start, access.keys[places.start : places.stop]))
-            self._begin_load(seq, access, places)
-            self._loading.append((seq, access, places))
-            seq.num_computed = places.stop * self.block_size
+                self.scheduler.changes.append(Load(seq, found.start, access.keys[found.start : found.stop]))
+            self._begin_load(seq, access, found)
+            self._loading.append((seq, access, found))
 
     def _begin_load(self, seq: Sequence, access: Access, places: range) -> None:
         self.cache.read(access, places)
@@ -172,7 +164,6 @@ class TieredMemory(PrefixMemory):
         self.tier.saved_s += self._saved_s(seq, places)
 
     def complete(self, plan: IterationPlan) -> None:
-        super().complete(plan)
         # But for those that have lost their blocks in this step.
         if self._loading and (loads := {seq: places for seq, _, places in self._loading if seq.num_blocks}):
             self._load(plan, list(loads.items()))
@@ -182,7 +173,7 @@ class TieredMemory(PrefixMemory):
         plan.streamed += (Streamed(1, sum(len(places) for _, places in loads), 0),)
 
     def repeats(self, plan: IterationPlan, steps: int) -> int:
-        return 1 if self._loading else super().repeats(plan, steps)
+        return 1 if self._loading else steps
 
     def committed(self, plan: IterationPlan, times: StepTimes) -> None:
         for _, access, places in self._loading:
@@ -191,14 +182,13 @@ class TieredMemory(PrefixMemory):
 
     # -- saves -------------------------------------------------------------------------------------------------------
 
-    def release(self, seq: Sequence) -> None:
-        if not self.has_left(seq) or not (seq.request.hash_ids or seq in self._accesses):
-            super().release(seq)
-            return
+    def keeps(self, seq: Sequence) -> bool:
+        if not self.blocks.has_left(seq) or not (seq.request.hash_ids or seq in self._accesses):
+            return False
         self.chain.forget(self._keys_in_use)
         access = self._access(seq)
         del self._accesses[seq]
-        full = self.full_blocks(seq)
+        full = self.blocks.full_blocks(seq)
         is_preempted = seq.status is Status.WAITING
         if self._replacement == "pgdsf":
             prompt, cached = seq.request.prompt_tokens, seq.num_cached_tokens
@@ -206,15 +196,14 @@ class TieredMemory(PrefixMemory):
         taken = [] if is_preempted else self._offer(seq, access, min(full, len(access.keys)))
         self.cache.finish(access)
         self.tier.evicted_blocks = self.cache.num_evicted
-        if not taken:
-            super().release(seq)
-            return
-        self.tier.stored_blocks += len(taken)
-        self._save(seq, taken, [access.keys[place] for place in taken])
+        if taken:
+            self.tier.stored_blocks += len(taken)
+            self._save(seq, taken, [access.keys[place] for place in taken])
+        return bool(taken)
 
     def _save(self, seq: Sequence, taken: list[int], keys: list[int]) -> None:
         """Copy blocks of a turn that has ended; `seq` gives its blocks back when that is done."""
-        self.publish(seq, self.full_blocks(seq) * self.block_size)
+        self.blocks.publish(seq, self.blocks.full_blocks(seq) * self.block_size)
         self._tell_save(seq, taken, keys)
         self._saving[seq] = keys
         first, end = taken[0] * self.block_size, (taken[-1] + 1) * self.block_size
@@ -231,17 +220,16 @@ class TieredMemory(PrefixMemory):
 
     def transfer_done(self, move: Move) -> None:
         self.cache.written(self._saving.pop(move.seq))
-        super().release(move.seq)
+        self.blocks.give_back(move.seq)
 
     def forget(self, seq: Sequence) -> None:
-        super().forget(seq)
         self._accesses.pop(seq, None)
 
     def _keys_in_use(self) -> "Iterator[int]":
         """Of all that is cached, and of sequences that have not ended."""
-        yield from self.index.keys()
+        yield from self.blocks.index.keys()
         yield from self.cache.keys()
         for access in self._accesses.values():
             yield from access.keys
-        for holding in self._holdings.values():
+        for holding in self.blocks.holdings.values():
             yield from holding.keys

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 from sim.errors import UserError
 
 if TYPE_CHECKING:
-    from sim.kv.memory import Memory
+    from sim.kv.memory import MemoryKind
     from sim.parts.base import Eviction, Part, Stage
     from sim.parts.batching.base import Batching
 
@@ -58,7 +58,7 @@ PLACES: dict[str, dict[str, str]] = {
         "sglang-tree": "sim.systems.sglang.window_memory:WindowTreeMemory",
         "chunks": "sim.kv.shared_reads:ChunkMemory",
         "prefix-groups": "sim.kv.shared_reads:GroupMemory",
-        "tiered": "sim.kv.tiered:TieredMemory",
+        "tiered": "sim.kv.tiered:HostTier",
         "retained": "sim.kv.retained:RetentionMemory",
         "documents": "sim.kv.documents:DocumentMemory",
         "reserved": "sim.kv.reserved:ReservedMemory",
@@ -170,7 +170,7 @@ def _register_named(name: str, place: str) -> None:
 CATALOGUE = cast("dict[str, Named[Part]]", {kind: Named(places, read_parts) for kind, places in PLACES.items()})
 """Kind -> name -> class."""
 BATCHINGS = cast("Named[Batching]", CATALOGUE["batching"])
-MEMORIES = cast("Named[Memory]", CATALOGUE["memory"])
+MEMORIES = cast("Named[MemoryKind]", CATALOGUE["memory"])
 EVICTIONS = cast("Named[Eviction]", CATALOGUE["eviction"])
 STAGES = cast("Named[Stage]", CATALOGUE["stage"])
 

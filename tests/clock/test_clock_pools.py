@@ -89,7 +89,7 @@ def test_an_engine_keeps_no_books_of_what_it_handed_over(name):
     """It would hold ever more of them, and look at them all whenever it catches up."""
     cached = replace(limits(), enable_prefix_caching=True)
     outcome = simulate_pools(parse_policy(name, {})[1], requests((0.0, 64, 3), (5.0, 40, 2)), cached)
-    assert not [memory._holdings for m in outcome.members if (memory := m.engine.scheduler.memory)._holdings]
+    assert not [memory.holdings for m in outcome.members if (memory := m.engine.scheduler.memory).holdings]
 
 
 def test_a_landing_copy_ends_a_jump_of_the_decode_engine():

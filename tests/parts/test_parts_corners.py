@@ -17,10 +17,10 @@ from sim.engine.scheduler import Scheduler
 from sim.engine.sequence import Sequence
 from sim.kv.index.retained_chunks import ChunkStore
 from sim.kv.memory import Memory
-from sim.kv.offloading import OffloadingMemory, OffloadingPaged
-from sim.kv.on_disk import DiskTieredMemory
+from sim.kv.offloading import Offloading, OffloadingPaged
+from sim.kv.on_disk import DiskTier
 from sim.kv.retained import RetentionMemory
-from sim.kv.tiered import TieredMemory
+from sim.kv.tiered import HostTier
 from sim.kv.tiers.host_cache import HostCache
 from sim.kv.tiers.replacement import Lru
 from sim.options.policies import parse_policy
@@ -62,13 +62,13 @@ def check_store(store: ChunkStore) -> None:
 
 def caches_of(memory: Memory) -> list[HostCache]:
     """Of the host and the disk."""
-    match memory:
-        case OffloadingMemory() | OffloadingPaged():
-            return [memory.connector.cache]
-        case DiskTieredMemory():
-            return [memory.cache, memory.disk_cache]
-        case TieredMemory():
-            return [memory.cache]
+    match memory.backing or memory:
+        case Offloading() | OffloadingPaged() as offloading:
+            return [offloading.connector.cache]
+        case DiskTier() as tier:
+            return [tier.cache, tier.disk_cache]
+        case HostTier() as tier:
+            return [tier.cache]
         case _:
             return []
 

@@ -155,4 +155,4 @@ def test_names_do_not_pile_up(monkeypatch):
     turns = (turn(i, 0.1 * i, tuple(range(4 * i, 4 * i + 4))) for i in range(400))
     outcome = run(disk(30), *turns, host=20)
     # Twice what is kept, and the blocks of one more prompt.
-    assert len(outcome.scheduler.memory.keys) <= 2 * (6 + 20 + 30 + 4) + 4
+    assert len(outcome.scheduler.memory.backing.chain) <= 2 * (6 + 20 + 30 + 4) + 4

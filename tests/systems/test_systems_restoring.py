@@ -164,7 +164,7 @@ def test_a_victim_leaves_without_a_copy_and_returns_by_hidden_states():
     assert restore.kv_groups == ()
     # Each has six of the twelve blocks, and vLLM 0.5.5 wants one more for each; the 91st token is to be fed.
     assert restore.num_tokens == 90
-    # Behind the prompts' layers leaves what is kept of six blocks each.
+    # Backing the prompts' layers leaves what is kept of six blocks each.
     share = outcome.scheduler.memory.share
     assert share == len(restore.hidden_groups) / 8
     assert outcome.plans[0][0].behind_blocks == 2 * ceil(6 * share)
@@ -271,7 +271,7 @@ def kept_turns(host):
     policy = parse_policy("hcache:keeps=turns", {})[1]
     outcome = simulate(policy, turns(), limit, machine=machine, record=True, jump=False)
     # Two layers' hidden states, half as many bytes as their KV, and two layers' KV: three quarters of a block's.
-    assert outcome.scheduler.memory.split == (0, 2, 2)
+    assert outcome.scheduler.memory.backing.split == (0, 2, 2)
     return outcome, [plan for plan, *_ in outcome.plans]
 
 
@@ -289,7 +289,7 @@ def test_states_leave_behind_the_layers_of_prompts_and_not_when_a_turn_ends():
 @pytest.mark.parametrize(("host", "kept"), [(100, 133 - 27), (21, 1), (20, 0), (0, 0)])
 def test_the_host_holds_states_of_all_that_the_gpu_holds_first(host, kept):
     outcome, plans = kept_turns(host)
-    assert outcome.scheduler.memory.cache.num_chunks == kept
+    assert outcome.scheduler.memory.backing.cache.num_chunks == kept
     assert any(plan.behind for plan in plans) == bool(kept)
 
 
@@ -341,7 +341,7 @@ def test_steps_are_shorter_than_with_all_kv_copied(name: str, gpu: str, least: f
 def test_a_steps_copies_and_projections_by_hand():
     """Llama-2-7B: of 32 layers, four sequences of 129 blocks; inputs of a token are half as many bytes as its KV."""
     machine, outcome = four_of_2048("kvpr", "llama-2-7b", "l20")
-    # Behind the prompts: KV of 4 x 128 blocks in 32 layers, and the inputs.
+    # Backing the prompts: KV of 4 x 128 blocks in 32 layers, and the inputs.
     assert sum(plan.behind_blocks for plan, *_ in outcome.plans) == 4 * 128 * 32 * 3 // 2
     plan, start_s, times = next(each for each in outcome.plans if each[0].num_decodes == 4)
     (record,) = plan.streamed

@@ -6,7 +6,7 @@ import pytest
 
 from kvtwin.testing import conformance, limits, roofline_machine, simulate
 from kvtwin.testing.engines import DECODE
-from sim.kv.shared_reads import SharedReads
+from sim.kv.radix import RadixMemory
 from sim.options.policies import parse_policy
 from sim.systems.batchllm.preset import BatchLLM
 from sim.systems.chunkattention import ChunkAttention
@@ -101,7 +101,7 @@ def test_what_is_read_again_is_counted_as_plans_go(text):
             memory = scheduler.memory
 
             def check(plan, start_s, times):
-                if isinstance(memory, SharedReads) and plan.num_decodes:
+                if isinstance(memory, RadixMemory) and memory.shares_reads and plan.num_decodes:
                     shared = memory.tree.num_reread_by(memory._prefix(seq).node for seq in plan.decodes)
                     assert plan.decode_shared_tokens == shared * memory.block_size
                     assert plan.decode_shared_tokens < plan.decode_context_tokens

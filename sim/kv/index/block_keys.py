@@ -11,6 +11,9 @@ FIRST_IMAGE_KEY = 1 << 80
 class BlockKeys:
     """Keys of blocks of `block_size` tokens: those of one content have one key, wherever they stand."""
 
+    num_ahead: int = 0
+    """Tokens behind a block that its key names, too."""
+
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
         self._numbers: dict[tuple[int, ...], int] = {}

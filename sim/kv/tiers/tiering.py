@@ -36,9 +36,8 @@ def connector_of(b: "Builder") -> OffloadingConnector:
 
 def share_storage(memories: Iterable[Memory]) -> None:
     """Of engines that have not begun: the files of the first are those of all."""
-    connectors = [
-        found for memory in memories if isinstance(found := getattr(memory, "connector", None), TieringConnector)
-    ]
+    ends = [memory.backing or memory for memory in memories]
+    connectors = [found for one in ends if isinstance(found := getattr(one, "connector", None), TieringConnector)]
     for connector in connectors[1:]:
         connector.share(connectors[0].storage)
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, ClassVar
 from sim.engine.changes import Move, Tier
 from sim.engine.plan import IterationPlan, StepTimes
 from sim.engine.sequence import Sequence
-from sim.kv.offloading import OffloadingMemory, OffloadingPaged
+from sim.kv.offloading import Offloading, OffloadingPaged
 from sim.kv.tiers.tiering import TieringConnector
 from sim.parts.batching.base import NEVER_FITS
 from sim.parts.batching.unified import Unified
@@ -38,9 +38,9 @@ class UnifiedOffloading(Unified):
 
     def bind(self, scheduler: "Scheduler") -> None:
         super().bind(scheduler)
-        assert isinstance(scheduler.memory, OffloadingMemory | OffloadingPaged)
-        self.offloading = scheduler.memory
-        self.connector = scheduler.memory.connector
+        offloading = scheduler.memory.backing or scheduler.memory
+        assert isinstance(offloading, Offloading | OffloadingPaged)
+        self.offloading, self.connector = offloading, offloading.connector
         self.connector.schedules_ahead = self.schedules_ahead
         scheduler.counters.tiers["host"] = self.connector.tier
         if isinstance(self.connector, TieringConnector):
@@ -147,7 +147,7 @@ class UnifiedOffloading(Unified):
 
     def _admit_loaded(self, plan: IterationPlan, now_s: float, budget: int) -> int:
         """Those whose loads are seen to have ended; returns what is left of the budget."""
-        memory, loaded = self.offloading, self.connector.loaded
+        memory, loaded = self.paged, self.connector.loaded
         longest = self._longest_chunk()
         for seq in sorted(self.kv_holding, key=urgency) if self.by_priority else list(self.kv_holding):
             if budget <= 0 or len(self.running) >= self.max_num_seqs:
@@ -172,7 +172,7 @@ class UnifiedOffloading(Unified):
                 break
             del self.kv_holding[seq]
             budget -= chunk
-            memory.resume(seq)
+            self.offloading.resume(seq)
             memory.count_hits(seq, seq.num_computed)
             decodes = chunk == 1 and tokens == seq.num_tokens and tokens > seq.request.prompt_tokens
             # A decode takes the block that it begins; where blocks have one token, the load has taken it.

@@ -66,8 +66,8 @@ class HandOver(Stage):
     def migrated(self, move: Move) -> None:
         seq, policy = move.seq, self.scheduler.counters.policy
         if move.target is Tier.GPU:
-            assert isinstance(self.memory, ReturnsKV)
-            self.memory.insert(seq)
+            assert isinstance(self.memory.backing, ReturnsKV)
+            self.memory.backing.insert(seq)
             return
         del self.leaving[seq]
         policy["handed_over"] += 1

@@ -111,8 +111,8 @@ class Pull(Stage):
 
     def migrated(self, move: Move) -> None:
         if move.target is Tier.PEER:
-            assert isinstance(self.memory, ReturnsKV)
-            self.memory.returned(move.seq)
+            assert isinstance(self.memory.backing, ReturnsKV)
+            self.memory.backing.returned(move.seq)
         elif move.seq in self.coming:
             del self.coming[move.seq]
             self.landed.append(move.seq)

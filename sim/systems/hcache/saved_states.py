@@ -20,16 +20,18 @@ from sim.engine.changes import Move, Restore, Save, Tier, Unsave
 from sim.engine.limits import Limits
 from sim.engine.plan import IterationPlan, PrefillChunk
 from sim.engine.sequence import Sequence
+from sim.errors import UserError
 from sim.kv.block_pool import BlockPool
 from sim.kv.memory import ALL_LAYERS
 from sim.kv.paged import PagedMemory
 from sim.kv.prefix import PrefixMemory
-from sim.kv.tiered import TieredMemory
+from sim.kv.tiered import HostTier
 from sim.kv.tiers.worth import Worth
 from sim.parts.needs import Need
 from sim.systems.hcache.options import StatesOptions, split_of
 
 if TYPE_CHECKING:
+    from sim.engine.scheduler import Scheduler
     from sim.systems.builder import Builder
 
 
@@ -204,8 +206,8 @@ class SavedStates(PagedMemory):
         return gpu, host + sum(map(self.held_blocks, self.saved))
 
 
-class TieredStates(TieredMemory):
-    """`TieredMemory` that keeps states of ended turns instead of their KV, and restores them before the new tokens.
+class TieredStates(HostTier):
+    """`HostTier` that keeps states of ended turns instead of their KV, and restores them before the new tokens.
 
     States of all that the GPU has have room of their own on the host, since it is not known which ends next: a turn
     that ends leaves its there, and its blocks are free at once.
@@ -224,17 +226,24 @@ class TieredStates(TieredMemory):
     can_receive: ClassVar[bool] = False
 
     @classmethod
-    def build(cls, b: "Builder") -> Self:
+    def build(cls, b: "Builder") -> PagedMemory:
         b.refuse_unlike_layers()
         split, share, state = split_of(b.deployment, b.limits)
-        return cls(b.limits, Worth.of(b), b.deployment.cost, split, share, state)
+        states = cls(b.limits, Worth.of(b), b.deployment.cost, split, share, state)
+        return PrefixMemory(states.limits, states)
 
     def __init__(
         self, limits: Limits, worth: Worth, cost: CostModel, split: LayerSplit, share: float, state: StateBytes
     ) -> None:
         kept = max(0, int(limits.num_cpu_blocks / share) - limits.num_gpu_blocks)
-        super().__init__(replace(limits, num_cpu_blocks=kept), worth)
+        self.limits = replace(limits, num_cpu_blocks=kept)
+        super().__init__(self.limits, worth)
         self.split, self.share, self.state, self._cost = split, share, state, cost
+
+    def bind(self, scheduler: "Scheduler") -> None:
+        super().bind(scheduler)
+        if scheduler.stage.pulls:
+            raise UserError("memory=tiered-states: KV from another engine comes without its states; use memory=tiered")
 
     def _restore_s(self, places: range) -> float:
         times = restore_times(self._cost, self.split, len(places) * self.block_size, len(places), self.state)
@@ -259,4 +268,4 @@ class TieredStates(TieredMemory):
         """It has been saved as it was computed."""
         self._tell_save(seq, taken, keys)
         self.cache.written(keys)
-        PrefixMemory.release(self, seq)
+        self.blocks.give_back(seq)

@@ -9,8 +9,8 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, ClassVar
 
 from sim.engine.changes import Move, Tier
-from sim.engine.limits import Limits
 from sim.engine.sequence import Sequence
+from sim.kv.backing import Backing
 from sim.kv.memory import ALL_LAYERS, ReturnsKV
 from sim.kv.paged import PagedMemory
 from sim.kv.prefix import PrefixMemory
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from sim.systems.builder import Builder
 
 
-class MemPool(PrefixMemory, ReturnsKV):
-    """Blocks on demand, shared where prefixes are, with other engines' memory beside it."""
+class MemPool(Backing, ReturnsKV):
+    """Other engines' prefix caches beside the engine's own."""
 
     name: ClassVar[str] = "mempool"
     options: ClassVar[type | None] = MemPoolOptions
@@ -34,11 +34,10 @@ class MemPool(PrefixMemory, ReturnsKV):
         if not b.limits.enable_prefix_caching or (b.deployment.role == "decode" and caching == "prefill"):
             return PagedMemory(b.limits)
         b.refuse_windows("memory=mempool")
-        return cls(b.limits, returns=caching == "return", in_flight_hits=b.policy.is_unified)
+        return PrefixMemory.build(b, cls(returns=caching == "return"))
 
-    def __init__(self, limits: Limits, *, returns: bool, in_flight_hits: bool = False) -> None:
+    def __init__(self, *, returns: bool) -> None:
         """`returns`: what sequences that came from other engines generate is sent back."""
-        super().__init__(limits, in_flight_hits=in_flight_hits)
         self.returns_kv = returns
         self._received: set[Sequence] = set()
         self._returning: dict[Sequence, None] = {}
@@ -46,45 +45,44 @@ class MemPool(PrefixMemory, ReturnsKV):
     def holders(self) -> Iterable[tuple[Sequence, Tier]]:
         return ((seq, Tier.GPU) for seq in self._returning)
 
-    def receive(self, seq: Sequence, num_tokens: int) -> int:
+    def received(self, seq: Sequence) -> None:
         self._received.add(seq)
-        return super().receive(seq, num_tokens)
 
     # -- what was generated --------------------------------------------------------------------------------------------
 
-    def release(self, seq: Sequence) -> None:
+    def keeps(self, seq: Sequence) -> bool:
         if seq.num_generated < seq.output_tokens or seq not in self._received:
-            super().release(seq)
-            return
+            return False
         self._received.remove(seq)
-        first, end = seq.request.prompt_tokens // self.block_size, self._named_blocks(seq)
+        size = self.blocks.block_size
+        first, end = seq.request.prompt_tokens // size, self._named_blocks(seq)
         if not self.returns_kv or end <= first:
-            super().release(seq)
-            return
+            return False
         self._returning[seq] = None
-        self.publish(seq, end * self.block_size)
-        tokens = first * self.block_size, end * self.block_size
-        self.scheduler.pulled.append(Move(seq, ALL_LAYERS, *tokens, Tier.GPU, Tier.PEER, end - first, 0, True))
+        self.blocks.publish(seq, end * size)
+        move = Move(seq, ALL_LAYERS, first * size, end * size, Tier.GPU, Tier.PEER, end - first, 0, True)
+        self.scheduler.pulled.append(move)
+        return True
 
     def _named_blocks(self, seq: Sequence) -> int:
         """Full blocks that others can ask for."""
-        holding = self._holdings.get(seq)
-        return 0 if holding is None else min(self.full_blocks(seq), len(holding.keys))
+        holding = self.blocks.holdings.get(seq)
+        return 0 if holding is None else min(self.blocks.full_blocks(seq), len(holding.keys))
 
     def returned(self, seq: Sequence) -> None:
         del self._returning[seq]
-        super().release(seq)
+        self.blocks.give_back(seq)
 
     def insert(self, seq: Sequence) -> None:
-        match = self._published_match(seq)
+        blocks = self.blocks
+        match = blocks.published_match(seq)
         end = self._named_blocks(seq)
-        if match.num_blocks < end and end - match.num_blocks + match.num_idle <= self.gpu.free:
-            self._hold(seq, match, end)
+        if match.num_blocks < end and end - match.num_blocks + match.num_idle <= blocks.gpu.free:
+            blocks.hold(seq, match, end)
             self.scheduler.counters.policy["returned_blocks"] += end - match.num_blocks
-            seq.num_computed, seq.num_tokens = 0, end * self.block_size + 1
-            super().release(seq)
-        self.forget(seq)
+            seq.num_computed, seq.num_tokens = 0, end * blocks.block_size + 1
+            blocks.give_back(seq)
+        blocks.forget(seq)
 
     def forget(self, seq: Sequence) -> None:
-        super().forget(seq)
         self._received.discard(seq)
