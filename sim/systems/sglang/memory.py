@@ -40,9 +40,19 @@ class Copies(NamedTuple):
 
 
 class Held:
-    """What one sequence has of the tree: its first `protected` pages, up to `node`."""
+    """What one sequence has of the tree: its first `protected` pages, up to `node`.
 
-    __slots__ = ("counted", "fed_last", "keys", "known_tokens", "match", "node", "protected", "since")
+    Where layers have a pool of their own, `branch`: tokens up to which others' pages went on beyond its hit, or 0. Of
+    windows `slid`: its first tokens of which it has given pages back, or the tree has them; `known`: its tokens when
+    one was last decoded; `num_chunks`, `num_decoded`: steps. Of states `num_states`: slots that it has; `tracked`:
+    tokens of the state that it tracked last, or 0; `begun`: tokens beyond which decodes may have tracked another;
+    `copies`: it has a slot for its copy of what it hits.
+    """
+
+    __slots__ = (
+        "begun", "branch", "copies", "counted", "fed_last", "keys", "known", "known_tokens", "match", "node",
+        "num_chunks", "num_decoded", "num_states", "protected", "since", "slid", "tracked",
+    )  # fmt: skip
 
     def __init__(self, keys: tuple[int, ...], match: Match) -> None:
         self.keys = keys
@@ -54,6 +64,9 @@ class Held:
         """Its tokens when it was last looked at to be admitted: SGLang preempts for no more than these."""
         self.fed_last = False
         """Its last token, a stop, was fed before it was known to be one."""
+        self.branch = self.num_states = self.tracked = self.begun = 0
+        self.copies = False
+        self.slid = self.known = self.num_chunks = self.num_decoded = 0
 
 
 class TreeMemory(Memory):
@@ -137,11 +150,8 @@ class TreeMemory(Memory):
         found = self._held.get(seq)
         if found is None:
             root = self.tree.root
-            found = self._held[seq] = self._new_held(self._keys_of(seq), Match(root, 0, root, 0))
+            found = self._held[seq] = Held(self._keys_of(seq), Match(root, 0, root, 0))
         return found
-
-    def _new_held(self, keys: tuple[int, ...], match: Match) -> Held:
-        return Held(keys, match)
 
     def _keys_of(self, seq: Sequence) -> tuple[int, ...]:
         """Of all pages that it will fill: those that the trace names, then its own."""

@@ -17,21 +17,7 @@ from sim.errors import InvariantError, UserError
 from sim.systems.sglang.marked_tree import StateTree
 from sim.systems.sglang.memory import Copies, Held, TreeMemory
 from sim.systems.sglang.options import SglangOptions
-from sim.systems.sglang.tree import Match, Node, PrefixTree, TreeSettings
-
-
-class StateHeld(Held):
-    """`num_states`: slots that it has; `tracked`: tokens of the state that it tracked last, or 0; `branch`: tokens up
-    to which others' pages went on beyond its hit, or 0; `begun`: tokens beyond which decodes may have tracked another;
-    `copies`: it has a slot for its copy of what it hits.
-    """
-
-    __slots__ = ("begun", "branch", "copies", "num_states", "tracked")
-
-    def __init__(self, keys: tuple[int, ...], match: Match) -> None:
-        super().__init__(keys, match)
-        self.num_states = self.tracked = self.branch = self.begun = 0
-        self.copies = False
+from sim.systems.sglang.tree import Node, PrefixTree, TreeSettings
 
 
 class StateTreeMemory(TreeMemory):
@@ -63,14 +49,6 @@ class StateTreeMemory(TreeMemory):
 
     def _new_tree(self, settings: TreeSettings) -> PrefixTree:
         return StateTree(settings, 1)
-
-    def _new_held(self, keys: tuple[int, ...], match: Match) -> Held:
-        return StateHeld(keys, match)
-
-    def held(self, seq: Sequence) -> StateHeld:
-        held = super().held(seq)
-        assert isinstance(held, StateHeld)
-        return held
 
     # -- the pool of states --------------------------------------------------------------------------------------------
 
@@ -132,7 +110,7 @@ class StateTreeMemory(TreeMemory):
             self._track(held, seq.num_computed, tokens)
         super().extend(chunks)
 
-    def _track(self, held: StateHeld, begin: int, tokens: int) -> None:
+    def _track(self, held: Held, begin: int, tokens: int) -> None:
         """A chunk of so many tokens leaves a state where the last of the kernels' chunks in it ends, or at a branch."""
         held.begun = end = begin + tokens
         if not self._num_tracked or tokens < self._grid:
@@ -166,17 +144,15 @@ class StateTreeMemory(TreeMemory):
             # Nothing is tracked in a step that prefills, too.
             held.tracked, held.begun = self._tracked_before(held, tokens), tokens
 
-    def _tracked_before(self, held: StateHeld, num_tokens: int) -> int:
+    def _tracked_before(self, held: Held, num_tokens: int) -> int:
         """Tokens of the state that was tracked last before it had so many."""
         last = (num_tokens - 1) // self._interval * self._interval
         return last if last > held.begun else held.tracked
 
     def cached_at_end(self, seq: Sequence, held: Held, num_tokens: int) -> int:
-        assert isinstance(held, StateHeld)
         return self._tracked_before(held, seq.num_tokens) if self._num_tracked else num_tokens
 
     def _give_back(self, seq: Sequence, held: Held) -> None:
-        assert isinstance(held, StateHeld)
         super()._give_back(seq, held)
         self._own_states -= held.num_states
         held.num_states = 0

@@ -26,23 +26,6 @@ if TYPE_CHECKING:
     from sim.systems.builder import Builder
 
 
-class WindowHeld(Held):
-    """`slid`: its first tokens of which it has given windows' pages back, or the tree has them; `branch`: tokens up to
-    which it is cached next, or 0; `known`: its tokens when one was last decoded; `num_chunks`, `num_decoded`: steps.
-    """
-
-    __slots__ = ("branch", "known", "num_chunks", "num_decoded", "slid")
-
-    def __init__(self, keys: tuple[int, ...], match: Match) -> None:
-        super().__init__(keys, match)
-        self.branch = 0
-        self.reset()
-
-    def reset(self) -> None:
-        """It has nothing yet."""
-        self.slid = self.known = self.num_chunks = self.num_decoded = 0
-
-
 class WindowTreeMemory(TreeMemory):
     """`gpu` is the pool of the layers that keep all."""
 
@@ -90,14 +73,6 @@ class WindowTreeMemory(TreeMemory):
     def _new_tree(self, settings: TreeSettings) -> PrefixTree:
         return WindowTree(settings, -(-self.window_tokens // self.block_size))
 
-    def _new_held(self, keys: tuple[int, ...], match: Match) -> Held:
-        return WindowHeld(keys, match)
-
-    def held(self, seq: Sequence) -> WindowHeld:
-        held = super().held(seq)
-        assert isinstance(held, WindowHeld)
-        return held
-
     def search(self, seq: Sequence, num_tokens: int) -> Match:
         match = super().search(seq, num_tokens)
         reached = self._windows.reached
@@ -139,7 +114,7 @@ class WindowTreeMemory(TreeMemory):
 
     # -- windows that move on ------------------------------------------------------------------------------------------
 
-    def _slide(self, held: WindowHeld, num_tokens: int) -> None:
+    def _slide(self, held: Held, num_tokens: int) -> None:
         """Of what is before the window of its token number `num_tokens`, give pages back."""
         size = self.block_size
         if num_tokens - self.window_tokens <= held.slid:
@@ -148,7 +123,7 @@ class WindowTreeMemory(TreeMemory):
         held.slid = max(begin, num_tokens - self._kept_tokens) // size * size
         self._own_windows -= (held.slid - begin) // size
 
-    def _slides_at(self, held: WindowHeld) -> int:
+    def _slides_at(self, held: Held) -> int:
         """Its tokens from which a decode moves its window."""
         return held.slid + self.window_tokens + SLIDE_TOKENS + 1
 
@@ -189,7 +164,8 @@ class WindowTreeMemory(TreeMemory):
     # -- prompts -------------------------------------------------------------------------------------------------------
 
     def hold(self, seq: Sequence) -> int:
-        self.held(seq).reset()
+        held = self.held(seq)
+        held.slid = held.known = held.num_chunks = held.num_decoded = 0
         return super().hold(seq)
 
     def extend(self, chunks: list[tuple[Sequence, int]]) -> None:
@@ -211,16 +187,14 @@ class WindowTreeMemory(TreeMemory):
             held.branch = 0
             self._slide(held, num_tokens - 1)
 
-    def _has_branch(self, held: WindowHeld, num_tokens: int) -> bool:
+    def _has_branch(self, held: Held, num_tokens: int) -> bool:
         """Whether no more than up to its branch is cached of so many tokens."""
         return held.protected * self.block_size < held.branch <= num_tokens
 
     def _insert(self, seq: Sequence, held: Held, num_tokens: int) -> None:
-        assert isinstance(held, WindowHeld)
         super()._insert(seq, held, held.branch if self._has_branch(held, num_tokens) else num_tokens)
 
     def _enter(self, seq: Sequence, held: Held, pages: int, priority: int) -> tuple[Node, int]:
-        assert isinstance(held, WindowHeld)
         slid = held.slid // self.block_size
         entered = self._windows.insert(
             held.keys, pages, held=held.protected, counted=held.counted, priority=priority, since=slid
