@@ -211,11 +211,11 @@ def test_as_dense_is_what_a_profile_without_constants_says(name):
     model, profile = load_model(name), load_profile(f"{gpu}-imported")
     # What lies between products elsewhere is free then.
     bare = profile.without(EXPERT_NAMES | {"elementwise_launch_s", "elementwise_bytes_per_s"})
-    wide = structs.replace(model, num_heads=1, num_kv_heads=1, head_dim=1)
     quantization = model.expert_quantization
-    moe = model.moe
-    assert moe is not None
+    assert model.moe is not None
     assert quantization is not None
+    moe = structs.replace(model.moe, fp32_router=False)
+    wide = structs.replace(model, num_heads=1, num_kv_heads=1, head_dim=1, moe=moe)
     shape = (model.hidden_size, moe.moe_intermediate_size, moe.experts_per_token, moe.num_experts)
     for tokens in (64, 16384):
         found = as_dense_s(bare, [sample(tokens, shape, quantization=quantization)])
