@@ -560,7 +560,8 @@ def test_everything_measured_leaves_nothing_to_carry_over(everything):
     apart = {
         "attention_tile_tokens", "attention_slots", "attention_padding_tokens", "attention_roofline_exponent",
         "attention_idle_tile_s", "kv_padding_waves", "longest_kv_bytes_per_s", "elementwise_bytes_per_s",
-        "elementwise_launch_s", "front_end_s", "front_end_s_per_token", "eager_layer_s", "pieced_layer_s", "fp32_flops_per_s",
+        "elementwise_launch_s", "front_end_s", "front_end_s_per_token", "eager_layer_s", "pieced_layer_s",
+        "fp32_flops_per_s",
     }  # fmt: skip
     apart |= {name for name in DENSE_UNITS if name.startswith(("fp8", "nvfp4"))}
     assert list(profile.constants) == [name for name in DENSE_UNITS if name not in apart]
