@@ -1,7 +1,7 @@
 """The commands `live` and `validate`."""
 
 import argparse
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -87,7 +87,7 @@ def run_live(arguments: argparse.Namespace) -> int:
     if len(policies) != 1:
         raise UserError(f"live takes one --policy, {len(policies)} given")
     options = replace(options, seed=scenario.seed)
-    scenario, decoder = decoder_for(scenario, options)
+    scenario, decoder = decoder_for(scenario, options, policies)
     label, policy = policies[0]
     scenario, policy = _fitted(scenario, policy, options, decoder)
     with renewing(folder) as new:
@@ -120,7 +120,7 @@ def run_validate(arguments: argparse.Namespace) -> int:
         raise UserError(f"--max-drift: {max_drift} is not more than 0: give a share such as 0.05")
     scenario, policies, folder, outputs = read_options(arguments)
     options = replace(options, seed=scenario.seed)
-    scenario, decoder = decoder_for(scenario, options)
+    scenario, decoder = decoder_for(scenario, options, policies)
     # All are checked before the first runs.
     planned = [(label, *_fitted(scenario, policy, options, decoder)) for label, policy in policies]
     places = [folder_name(label) for label, _ in policies]
@@ -150,14 +150,9 @@ def _fitted(scenario: Scenario, policy: Policy, options: "LiveOptions", decoder:
     """
     from gpu_runtime.live import check_lengths  # noqa: PLC0415 - torch is slow to import
     from gpu_runtime.machine.live_memory import fit_to_machine  # noqa: PLC0415
-    from gpu_runtime.machine.scheduling import moves, scheduled  # noqa: PLC0415
+    from gpu_runtime.machine.scheduling import scheduled  # noqa: PLC0415
     from sim.run.prepare import prepare  # noqa: PLC0415
 
-    if scenario.tp > 1 and (reason := moves(scenario, policy)):
-        raise UserError(
-            f"--tp {scenario.tp}: {policy.name} has {reason}, and copies of KV end at other times on other ranks: "
-            "leave --tp out, or simulate"
-        )
     scenario, policy = scheduled(scenario, policy, options.device)
     fitting = fit_to_machine(scenario, policy, options.device, decoder)
     check_lengths(prepare(fitting, policy.name, policy), decoder.config)
@@ -218,10 +213,16 @@ def name_gpu(arguments: argparse.Namespace, device: str) -> None:
         arguments.gpu = "cpu" if device == "cpu" else gpu_called(torch.cuda.get_device_name())
 
 
-def decoder_for(scenario: Scenario, options: "LiveOptions") -> "tuple[Scenario, Decoder]":
-    """The weights, and the scenario with the dtype they are in and our own engine's costs."""
+def decoder_for(
+    scenario: Scenario, options: "LiveOptions", policies: Sequence[tuple[str, Policy]] = ()
+) -> "tuple[Scenario, Decoder]":
+    """The weights, and the scenario with the dtype they are in and our own engine's costs.
+
+    UserError for what several ranks cannot do of the policies, before any is started.
+    """
     from gpu_runtime.kv.stored import stored_dtype  # noqa: PLC0415 - torch is slow to import
     from gpu_runtime.live import DTYPES, check_gpus, default_dtype, load_decoder  # noqa: PLC0415
+    from gpu_runtime.machine.scheduling import moves  # noqa: PLC0415
     from gpu_runtime.other_rank import serve_others  # noqa: PLC0415
     from gpu_runtime.ranks import FirstGroup  # noqa: PLC0415
 
@@ -243,6 +244,12 @@ def decoder_for(scenario: Scenario, options: "LiveOptions") -> "tuple[Scenario, 
     if scenario.tp == 1:
         return scenario, load_decoder(scenario.model, scenario.dtype, options)
     check_gpus(scenario.tp, options.device)
+    for _, policy in policies:
+        if reason := moves(scenario, policy):
+            raise UserError(
+                f"--tp {scenario.tp}: {policy.name} has {reason}, and copies of KV end at other times on other ranks: "
+                "leave --tp out, or simulate"
+            )
     group = FirstGroup(scenario, options, serve_others)
     with group.together():
         decoder = load_decoder(scenario.model, scenario.dtype, options, group)
