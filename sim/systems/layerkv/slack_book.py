@@ -18,7 +18,7 @@ WITNESSES: Final = 8
 NEAR_S: Final = 2.0
 """So far beyond what would block, the slack is of those that are looked at again."""
 RISE_S: Final = 2.0
-"""So much may the slack of what is late for good have risen before all is looked at."""
+"""And so far below what counts, of those that are late for good."""
 CERTAIN_S: Final = 1e-7
 """Slack this close to a bound is looked at step by step: sums of floats differ by less."""
 
@@ -41,7 +41,7 @@ class SlackBook:
     """Slacks of the requests that have their first token and not yet their last."""
 
     # What was found at the last full look proves answers and changes none.
-    memoized = ("_beyond_s", "_near", "_seen", "_witnesses")
+    memoized = ("_beyond_s", "_late_s", "_most_left", "_most_near", "_near", "_seen", "_witnesses")
 
     def __init__(self, tpot_slo_s: float, *, drop_irrecoverable: bool) -> None:
         self.tpot_slo_s = tpot_slo_s
@@ -51,10 +51,14 @@ class SlackBook:
         self._witnesses: list[Entry] = []
         self._near: dict[Entry, None] = {}
         """At the last full look, and those that changed since."""
-        self._seen = -inf, 0.0, 0
+        self._seen = 0.0, 0.0, 0
         """TPOT, time and step of that look."""
-        self._beyond_s = inf
-        """The least slack of those that count and are not near is more."""
+        self._most_near = 0
+        """More than these are looked through once more."""
+        self._most_left = 1.0
+        """Most tokens expected then of one that was not near."""
+        self._beyond_s = self._late_s = -inf
+        """The least slack of those that had more than is near, and by how much all that had less did not count."""
 
     def update(self, seq: Sequence, *, decoding: bool) -> None:
         """Note where `seq` stands: in the batch (`decoding`) or parked. Call it whenever that changes."""
@@ -81,55 +85,78 @@ class SlackBook:
 
         If it blocks prefills of `prefill_s`, the nearest to blocking are remembered as witnesses.
 
-        While the TPOT is the same, slack falls no faster than time passes, and rises by no more than the TPOT or its
-        SLO a step: those that are far off need no look.
+        Slack falls no faster than time passes, and rises by no more than the TPOT or its SLO a step, but for what a
+        change of the TPOT makes of the tokens expected: those that are far off need no look.
         """
         seen_tpot_s, seen_s, seen_step = self._seen
-        gone_s = now_s - seen_s
-        least_s = self._least_s(now_s, tpot_s, step)
-        risen_s = (step - seen_step) * max(tpot_s, self.tpot_slo_s) - gone_s
-        if tpot_s != seen_tpot_s or risen_s > RISE_S or least_s > self._beyond_s - gone_s - CERTAIN_S:
-            for near_s in (NEAR_S, 8 * NEAR_S, inf):
-                # Where none is so near, further.
-                self._look(prefill_s + near_s, now_s, tpot_s, step)
-                least_s = self._least_s(now_s, tpot_s, step)
-                if least_s < inf:
-                    break
+        fallen_s = now_s - seen_s
+        risen_s = (step - seen_step) * max(tpot_s, self.tpot_slo_s) - fallen_s
+        dearer_s = (tpot_s - seen_tpot_s) * self._most_left
+        if dearer_s > 0.0:
+            fallen_s += dearer_s
+        else:
+            risen_s -= dearer_s
+        entries = list(self._near)
+        slacks_s = self._slacks_s(entries, now_s, tpot_s, step)
+        least_s = self._least_s(slacks_s)
+        is_unsure = risen_s > self._late_s - CERTAIN_S or least_s > self._beyond_s - fallen_s - CERTAIN_S
+        if is_unsure or len(slacks_s) > self._most_near:
+            entries = self._look(prefill_s, now_s, tpot_s, step)
+            slacks_s = self._slacks_s(entries, now_s, tpot_s, step)
+            least_s = self._least_s(slacks_s)
         self._witnesses = []
         if least_s <= prefill_s:
-            slacks = [(self._slack_s(entry, now_s, tpot_s, step), entry) for entry in self._near]
-            slacks.sort(key=itemgetter(0))
-            self._witnesses = [entry for slack_s, entry in slacks if slack_s >= self.floor_s][:WITNESSES]
+            by_slack = sorted(zip(slacks_s, entries, strict=True), key=itemgetter(0))
+            self._witnesses = [entry for slack_s, entry in by_slack if slack_s >= self.floor_s][:WITNESSES]
         return least_s
 
-    def _look(self, most_s: float, now_s: float, tpot_s: float, step: int) -> None:
-        """Note whose slack is at most `most_s`, and not so little that it cannot count for a while."""
-        low_s, near = self.floor_s - RISE_S - CERTAIN_S, dict[Entry, None]()
-        for entry in self._entry_of.values():
-            slack_s = self._slack_s(entry, now_s, tpot_s, step)
+    def _look(self, prefill_s: float, now_s: float, tpot_s: float, step: int) -> list[Entry]:
+        """Note, and say, whose slack is near what blocks `prefill_s` or, if more, the least."""
+        entries = list(self._entry_of.values())
+        slacks_s = self._slacks_s(entries, now_s, tpot_s, step)
+        most_s, low_s = max(prefill_s, self._least_s(slacks_s)) + NEAR_S, self.floor_s - RISE_S
+        near: list[Entry] = []
+        most_left, late_s, beyond_s = 1.0, -inf, inf
+        for slack_s, entry in zip(slacks_s, entries):  # noqa: B905 - compiled, it makes no tuples so
             if low_s <= slack_s <= most_s:
-                near[entry] = None
-        self._near, self._beyond_s, self._seen = near, most_s, (tpot_s, now_s, step)
+                near.append(entry)
+                continue
+            left = entry.left - step if entry.stepping else entry.left
+            if left > most_left:
+                most_left = left
+            if slack_s > most_s:
+                if slack_s < beyond_s:
+                    beyond_s = slack_s
+            elif slack_s > late_s:
+                late_s = slack_s
+        self._near, self._most_near = dict.fromkeys(near), 2 * len(near) + WITNESSES
+        self._seen, self._most_left, self._beyond_s = (tpot_s, now_s, step), most_left, beyond_s
+        self._late_s = self.floor_s - late_s if late_s > -inf else inf
+        return near
 
-    def _least_s(self, now_s: float, tpot_s: float, step: int) -> float:
-        """The least slack that counts of those near, s; infinite without any."""
+    def _least_s(self, slacks_s: list[float]) -> float:
+        """The least that counts, s; infinite without any."""
         least_s, floor_s = inf, self.floor_s
-        for entry in self._near:
-            slack_s = self._slack_s(entry, now_s, tpot_s, step)
+        for slack_s in slacks_s:
             if floor_s <= slack_s < least_s:
                 least_s = slack_s
         return least_s
 
-    def _slack_s(self, entry: Entry, now_s: float, tpot_s: float, step: int) -> float:
-        left = entry.left
-        slack_s = entry.base_s - left * tpot_s
-        if entry.stepping:
-            slack_s += tpot_s * step
-            left -= step
-        if left < 1.0:
-            # Past its lower bound a request still expects one token, and every token it has earned it time.
-            slack_s += (tpot_s - self.tpot_slo_s) * (left - 1.0)
-        return slack_s - now_s
+    def _slacks_s(self, entries: list[Entry], now_s: float, tpot_s: float, step: int) -> list[float]:
+        """Eq. 1 of each."""
+        found: list[float] = []
+        past_s, passed_s = tpot_s - self.tpot_slo_s, tpot_s * step
+        for entry in entries:
+            left = entry.left
+            slack_s = entry.base_s - left * tpot_s
+            if entry.stepping:
+                slack_s += passed_s
+                left -= step
+            if left < 1.0:
+                # Past its lower bound a request still expects one token, and every token it has earned it time.
+                slack_s += past_s * (left - 1.0)
+            found.append(slack_s - now_s)
+        return found
 
     def is_blocked(self, prefill_s: float, now_s: float, tpot_s: float, step: int) -> bool:
         """Whether one of the requests that were nearest to blocking at the last full look proves Eq. 2 violated.
