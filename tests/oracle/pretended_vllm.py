@@ -204,6 +204,9 @@ class Core:
             if request.ended:
                 continue
             request.num_output_tokens += 1
+            if self.ahead and request in self.running:
+                # What was unknown when it was scheduled is hashed on delivery, of the last token, too.
+                self.manager.cache_blocks(request, request.num_computed_tokens - request.in_flight)
             last = self.stops.get(request.asked.request_id, request.max_tokens)
             if request.num_output_tokens == last:
                 request.ended = True
@@ -211,7 +214,4 @@ class Core:
                     self.running.remove(request)
                 self.manager.free(request)
                 self.found.finish_s[request.asked.request_id] = self.now_s
-            elif self.ahead and request in self.running:
-                # What was unknown when it was scheduled is hashed on delivery.
-                self.manager.cache_blocks(request, request.num_computed_tokens - request.in_flight)
         self.driver.came()

@@ -38,9 +38,9 @@ def asked_of(case: str, *, ahead: bool) -> tuple[list[Request], EngineFacts]:
     [
         ("00064", True, "vllm-v1"),
         ("00022", False, f"adaptive:{TIGHT}"),
-        # Where lengths are known vLLM's own core decides as the simulator does (below); the pretended one then keeps a
-        # cached block for longer.
         ("00002", True, f"adaptive:{TIGHT}"),
+        # An answer's last token fills its block, which is hashed as it ends.
+        ("01060", True, f"adaptive:{TIGHT},predictor=oracle"),
         ("01205", False, "vllm-v1:order=lpm"),
         ("00518", False, "sarathi"),
     ],
