@@ -44,8 +44,11 @@ def _has(part: object, what: type | str) -> bool:
     return issubclass(part, what) if isinstance(part, type) else isinstance(part, what)
 
 
-def check_needs(names: Mapping[str, str], parts: "Mapping[str, Part]") -> None:
-    """UserError with the reason and what goes instead where a part lacks what another needs. Both go by kind."""
+def check_needs(names: Mapping[str, str], parts: "Mapping[str, Part | type[Part]]") -> None:
+    """UserError with the reason and what goes instead where a part lacks what another needs. Both go by kind.
+
+    Of parts that are not built their classes are asked.
+    """
     for kind, part in parts.items():
         for need in part.needs:
             other = names[need.kind]

@@ -96,7 +96,13 @@ def build_parts(b: Builder) -> "Parts":
     """One part of each kind. UserError where they do not go together."""
     from sim.engine.scheduler import Parts
 
-    parts: dict[str, Any] = {kind: known_part(kind, b.names[kind]).build(b) for kind in KINDS}
+    kinds = {kind: known_part(kind, b.names[kind]) for kind in KINDS}
+    try:
+        parts: dict[str, Any] = {kind: part.build(b) for kind, part in kinds.items()}
+    except UserError:
+        # What no option mends comes before an option that is missing or refused.
+        check_needs(b.names, kinds)
+        raise
     for kind, part in parts.items():
         refuse_unseen(b.names[kind], type(part))
     check_needs(b.names, parts)
