@@ -14,16 +14,19 @@ MOST_GIB = 1e9
 
 
 class Only:
-    """When an option does anything: where attribute `name` of its options is one of `values`, or true without any."""
+    """When an option does anything: where attribute `name` of its options is one of `values`, or true without any.
 
-    def __init__(self, name: str, *values: str, told: str = "") -> None:
-        self.name, self.values = name, values
+    `of_model`: the attribute is the model's.
+    """
+
+    def __init__(self, name: str, *values: str, told: str = "", of_model: bool = False) -> None:
+        self.name, self.values, self.of_model = name, values, of_model
         shown = told or name.replace("_", "-")
         self.told = f"{shown}={' or '.join(values)}" if values else shown
 
-    def holds(self, options: object) -> bool:
-        """Whether it does, of those options."""
-        given = getattr(options, self.name)
+    def holds(self, options: object, model: object) -> bool:
+        """Whether it does, of those options and with that model."""
+        given = getattr(model if self.of_model else options, self.name)
         return given in self.values if self.values else bool(given)
 
 
@@ -80,14 +83,14 @@ class Conditional(NamedTuple):
     """That it does nothing, and without what."""
 
 
-def conditional_options(policy: str, several: Iterable[Any]) -> Iterator[Conditional]:
-    """Those of the options that are not their defaults."""
+def conditional_options(policy: str, several: Iterable[Any], model: object) -> Iterator[Conditional]:
+    """Those of the options that are not their defaults, in a run of the model."""
     for options in several:
         for each in fields(options):
             only, value = each.metadata.get("only"), getattr(options, each.name)
             if only is not None and value != each.default:
                 told = f"{each.name.replace('_', '-')}={value} does nothing without {only.told}"
-                yield Conditional(policy, each.name, only.holds(options), told)
+                yield Conditional(policy, each.name, only.holds(options, model), told)
 
 
 def refuse_idle(given: Iterable[Conditional]) -> None:

@@ -176,7 +176,7 @@ def _prepare(asked_for: Scenario, scenario: Scenario, label: str, policy: Policy
             "prompts; give --no-enable-chunked-prefill with a policy that computes them whole (vllm-recompute)"
         )
     warnings += engine.warnings
-    conditional = tuple(conditional_options(policy.name, (policy, *policy.mixed_options)))
+    conditional = tuple(conditional_options(policy.name, (policy, *policy.mixed_options), model))
     warnings += (one.told for one in conditional if not one.acts)
     warnings += filter(None, [MEMORIES[policy.names["memory"]].caveat])
     warnings += _other_slos(policy, Goodput.parse(scenario.goodput))

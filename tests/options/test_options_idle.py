@@ -7,6 +7,7 @@ import pytest
 import kvtwin
 from kvtwin import Scenario, UserError
 from sim.options.policies import options_of
+from sim.specs.models import load_model
 from sim.systems import POLICIES
 
 SMALL = Scenario(workload="fixed", num_prompts=3, input_len=20, output_len=3, gpu="l20")
@@ -38,6 +39,10 @@ def with_(**values):
         ("sglang:hicache-ratio=3", "does nothing without enable-hierarchical-cache", "enable-hierarchical-cache=true"),
         ("sglang:disable-priority-preemption=true", "does nothing without enable-priority-scheduling",
          "enable-priority-scheduling=true"),
+        ("sglang:mamba-track-interval=64", "mamba-track-interval=64 does nothing without a model whose layers keep a",
+         None),
+        ("sglang:swa-full-tokens-ratio=0.5", "does nothing without a model whose layers with a window have a pool",
+         None),
     ],
 )  # fmt: skip
 def test_options_that_do_nothing_are_refused_and_others_are_not(policy, told, active):
@@ -56,7 +61,7 @@ def test_every_option_that_acts_only_with_others_names_an_attribute_of_its_own_o
     for kind in POLICIES.values():
         for option in options_of(kind):
             if (only := option.field.metadata.get("only")) is not None:
-                assert isinstance(only.holds(kind()), bool), option.full_name
+                assert isinstance(only.holds(kind(), load_model(SMALL.model)), bool), option.full_name
 
 
 def test_where_one_of_several_runs_takes_an_option_the_others_leave_it(tmp_path, capsys):

@@ -13,6 +13,8 @@ DP_ATTENTION = Only("enable_dp_attention")
 DEEPEP = Only("moe_a2a_backend", "deepep")
 HICACHE = Only("enable_hierarchical_cache")
 STORES = Only("hicache_storage_backend")
+WINDOWS = Only("windows_apart", told="a model whose layers with a window have a pool of their own", of_model=True)
+STATES = Only("gdn", told="a model whose layers keep a state", of_model=True)
 GIB = 1 << 30
 MOST_TOKENS = 1 << 40
 """And most of other numbers."""
@@ -48,20 +50,28 @@ class SglangOptions(CheckedOptions):
         0, "tokens of the GPU's pool; 0: as many as there is memory for", within=(0, MOST_TOKENS)
     )
     swa_full_tokens_ratio: float = option(
-        0.8, "of the pool's tokens, those of the pool of layers with a window (gpt-oss)", within=(1e-6, 1.0)
+        0.8,
+        "of the pool's tokens, those of the pool of layers with a window (gpt-oss)",
+        within=(1e-6, 1.0),
+        only=WINDOWS,
     )
-    disable_hybrid_swa_memory: bool = option(False, "layers with a window keep everything, like the others")
+    disable_hybrid_swa_memory: bool = option(
+        False, "layers with a window keep everything, like the others", only=WINDOWS
+    )
     max_mamba_cache_size: int = option(
-        0, "states of the pool of layers that keep one (Qwen 3.5); 0: by the ratio below", within=(0, MOST_TOKENS)
+        0,
+        "states of the pool of layers that keep one (Qwen 3.5); 0: by the ratio below",
+        within=(0, MOST_TOKENS),
+        only=STATES,
     )
     mamba_full_memory_ratio: float = option(
-        0.9, "memory for these states, in that for the KV of the other layers", within=(1e-6, 1e6)
+        0.9, "memory for these states, in that for the KV of the other layers", within=(1e-6, 1e6), only=STATES
     )
     mamba_radix_cache_strategy: Literal["auto", "no_buffer", "extra_buffer"] = option(
-        "auto", "whether requests track states for the tree in slots of their own (extra_buffer)"
+        "auto", "whether requests track states for the tree in slots of their own (extra_buffer)", only=STATES
     )
     mamba_track_interval: int = option(
-        256, "tokens from one state that a decode tracks to the next", within=(1, MOST_TOKENS)
+        256, "tokens from one state that a decode tracks to the next", within=(1, MOST_TOKENS), only=STATES
     )
     enable_dp_attention: bool = option(
         False, "ranks of --data-parallel-size share the experts; chunk, seats and conservativeness are divided"
