@@ -83,8 +83,7 @@ class AheadMember(Member):
                 if jumps:
                     self._plan, self._times = plan, times
                 else:
-                    if self.engine.scheduler.batching.reports_copies or plan.awaited:
-                        self._decides_s = max(self._decides_s, self._launched_s(plan, now_s))
+                    self._decides_s = max(self._decides_s, self._launched_s(plan, now_s))
                     self._count(plan, times)
         self.end_s = self._boundary_s
 

@@ -13,7 +13,7 @@ from collections import deque
 from typing import Any
 
 from sim.clock.member import Member
-from sim.clock.pipeline import pass_stages
+from sim.clock.pipeline import Stages
 from sim.cost.lanes import Lane
 from sim.engine.plan import IterationPlan, StepTimes
 from sim.engine.sequence import Sequence
@@ -32,11 +32,9 @@ class BatchQueue(Member):
         """Each stage has one of so many equal parts of the computation."""
         self.schedules_ahead = self.engine.schedules_ahead
         self.places = stages + 1 if self.schedules_ahead else stages
-        self._lanes = [self.lanes.compute, *(Lane(f"stage {number}") for number in range(1, stages))]
+        self._stages = Stages([self.lanes.compute, *(Lane(f"stage {number}") for number in range(1, stages))])
         self._queue: deque[tuple[float, list[Sequence] | None]] = deque()
         """Of each batch when its tokens come, s, and whose last ones they are; None where it has no work."""
-        self._left_s = deque([0.0] * stages, maxlen=stages)
-        """When the last batches left the last stage, s."""
         self._waits = False
         """Whether it waits for the oldest batch."""
 
@@ -66,7 +64,7 @@ class BatchQueue(Member):
             if plan is not None:
                 free_s = self._launch(plan, now_s)
             elif self._add_empty(now_s):
-                self._left_s.append(now_s)
+                self._stages.skip(now_s)
         self.end_s = self.next_s(free_s) if queue else self._wakes_s
 
     def _add_empty(self, now_s: float) -> bool:
@@ -94,14 +92,10 @@ class BatchQueue(Member):
 
     def _launch(self, plan: IterationPlan, now_s: float) -> float:
         """The plan is in flight; returns when the host is free again, s."""
-        lanes, left_s = self._lanes, self._left_s
         computed_s, free_s = self.prices(plan, now_s)
-        ready_s = max(free_s, left_s[0]) if self.schedules_ahead else free_s
-        began_s = max(ready_s, lanes[0].free_s)
         stages_s = [computed_s / parts for parts in self.parts]
-        end_s = pass_stages(lanes, ready_s, stages_s, self.hand_over_s_per_token * plan.num_tokens, plan.kind)
-        left_s.append(end_s)
-        self._fly(plan, began_s, end_s)
+        hand_over_s = self.hand_over_s_per_token * plan.num_tokens
+        self._fly(plan, *self._stages.take_in(free_s, stages_s, hand_over_s, plan.kind, ahead=self.schedules_ahead))
         return free_s
 
     def _fly(self, plan: IterationPlan, began_s: float, end_s: float) -> None:

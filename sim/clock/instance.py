@@ -115,7 +115,6 @@ class Instance:
         older_ended: list[Sequence] = []
         now_s: float = env.now
         free_s = now_s
-        reports_copies = engine.scheduler.batching.reports_copies
         while True:
             if peek() <= now_s:
                 yield env.timeout(now_s - env.now)
@@ -130,7 +129,7 @@ class Instance:
                 start_s = now_s if now_s > free_s else free_s
                 newer = self._run_ahead(plan, start_s) if plan.max_steps > 1 else pricer.step(plan, start_s)
                 free_s = newer.end_s
-                if reports_copies or plan.awaited:
+                if transfers:
                     now_s = self._launched_s(plan, now_s)
                 self.iterations += newer.iterations
                 if observer is not None:
@@ -194,9 +193,11 @@ class Instance:
         self._tell_ended(self.pricer.started_s)
 
     def _launched_s(self, plan: IterationPlan, now_s: float) -> float:
-        """Until when the host waits to launch an iteration, s; it is told of the copies that have ended by then."""
+        """When the host has launched an iteration, s: awaited copies have ended, and it reports what has by then."""
         if plan.awaited:
             now_s = max(now_s, self._ends_at(plan.awaited))
+        elif not self.engine.scheduler.batching.reports_copies:
+            return now_s
         self._tell_ended(now_s)
         return now_s
 

@@ -182,8 +182,7 @@ class AheadRank(Rank, AheadMember):
         if plan is None:
             self._flying.append(Flight(times.end_s, DUMMY, []))
             return
-        if self.engine.scheduler.batching.reports_copies or plan.awaited:
-            self.lockstep.decides_s = max(self.lockstep.decides_s, self._launched_s(plan, self.end_s))
+        self.lockstep.decides_s = max(self.lockstep.decides_s, self._launched_s(plan, self.end_s))
         self._starts_s = self.lockstep.starts_s
         self._count(plan, times)
 

@@ -8,6 +8,7 @@ through all stages. One loop on the host launches them all. An iteration takes
 an equal part of the computation at each stage, and waits at a stage that another batch is in.
 """
 
+from collections import deque
 from collections.abc import Iterable
 from math import inf
 from typing import Any
@@ -29,6 +30,33 @@ def pass_stages(
         end_s = lane.reserve(end_s + before_s, stage_s, label)
         before_s = hand_over_s
     return end_s
+
+
+class Stages:
+    """Stages that the batches of a queue pass, one after the other."""
+
+    def __init__(self, lanes: list[Lane]) -> None:
+        self.lanes = lanes
+        self._left_s = deque([0.0] * len(lanes), maxlen=len(lanes))
+        """When the last batches left the last stage, s."""
+
+    def take_in(
+        self, ready_s: float, stages_s: Iterable[float], hand_over_s: float, label: str, *, ahead: bool
+    ) -> tuple[float, float]:
+        """When a batch that is `ready_s` enters the first stage and leaves the last, s.
+
+        `ahead`: it waits for the batch of as many steps before, whose tokens are what it feeds.
+        """
+        if ahead:
+            ready_s = max(ready_s, self._left_s[0])
+        began_s = max(ready_s, self.lanes[0].free_s)
+        end_s = pass_stages(self.lanes, ready_s, stages_s, hand_over_s, label)
+        self._left_s.append(end_s)
+        return began_s, end_s
+
+    def skip(self, now_s: float) -> None:
+        """A batch without work has its turn."""
+        self._left_s.append(now_s)
 
 
 class Pipeline:

@@ -10,13 +10,12 @@ Simplified: all loops turn at once, when the last is ready. In vLLM they may be 
 was scheduled earlier would have waited on the GPU.
 """
 
-from collections import deque
 from collections.abc import Sequence
 from typing import cast
 
 from sim.clock.batch_queue import BatchQueue
 from sim.clock.lockstep import Lockstep, Rank
-from sim.clock.pipeline import pass_stages
+from sim.clock.pipeline import Stages
 from sim.cost.lanes import Lane
 from sim.cost.spread_experts import SpreadExpertsCost
 from sim.engine.plan import IterationPlan
@@ -27,9 +26,7 @@ class QueuedLockstep(Lockstep):
 
     def __init__(self, cost: SpreadExpertsCost, stages: int) -> None:
         super().__init__(cost)
-        self._stages = [Lane(f"stage {number}") for number in range(stages)]
-        self._left_s = deque([0.0] * stages, maxlen=stages)
-        """When the batches of the last turns left the last stage, s."""
+        self._stages = Stages([Lane(f"stage {number}") for number in range(stages)])
 
     @property
     def queued(self) -> "list[QueuedRank]":
@@ -42,16 +39,11 @@ class QueuedLockstep(Lockstep):
             self.end_s = self.wakes_s
             return
         computed_s, frees_s = self._prices(plans, now_s)
-        ready_s = max(frees_s)
-        if ranks[0].schedules_ahead:
-            # What a batch feeds was sampled as many turns before as there are stages.
-            ready_s = max(ready_s, self._left_s[0])
         stages_s = [computed_s / parts for parts in ranks[0].parts]
-        began_s = max(ready_s, self._stages[0].free_s)
         most_tokens = max(1 if plan is None else plan.num_tokens for plan in plans)
         hand_over_s = ranks[0].hand_over_s_per_token * most_tokens
-        end_s = pass_stages(self._stages, ready_s, stages_s, hand_over_s, "together")
-        self._left_s.append(end_s)
+        ahead = ranks[0].schedules_ahead
+        began_s, end_s = self._stages.take_in(max(frees_s), stages_s, hand_over_s, "together", ahead=ahead)
         turns_s = [now_s]
         for rank, plan, free_s in zip(ranks, plans, frees_s, strict=True):
             if plan is not None:

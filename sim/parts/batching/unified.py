@@ -138,11 +138,15 @@ class Unified(Running):
             self._start(plan, seq, cached, chunk, now_s)
 
     def _passes_over(self, seq: Sequence) -> bool:
-        """Whether the head cannot start in this step and those behind it may: it is taken out until the step ends."""
+        """Whether the head cannot start in this step and those behind it may: it is passed over."""
         passes = self._must_wait(seq)
         if passes:
-            self._passed.append(self.order.pop())
+            self._pass_over()
         return passes
+
+    def _pass_over(self) -> None:
+        """The head is taken out until the step ends."""
+        self._passed.append(self.order.pop())
 
     def _must_wait(self, seq: Sequence) -> bool:
         """Whether its adapter has no slot beside those of all that run."""

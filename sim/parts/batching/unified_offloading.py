@@ -124,7 +124,7 @@ class UnifiedOffloading(Unified):
             cached = memory.cached_tokens(seq)
             external = connector.lookup(seq, cached)
             if external is None:
-                self._passed.append(order.pop())
+                self._pass_over()
                 self._unsure = True
                 continue
             chunk = min(seq.num_tokens - cached, longest, budget)
