@@ -25,7 +25,7 @@ from sim.run.runs import Recording
 from sim.run.simulate import SimulatedRun, build_run, execute_all
 from sim.systems.base import Policy
 from sim.systems.builder import STORED
-from sim.systems.mooncake.options import ConductorOptions
+from sim.systems.mooncake.preset import ConductorOptions
 from sim.topology.pipelines import to_pipelines
 from sim.topology.routers import Router
 from traces.request import Request

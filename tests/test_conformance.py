@@ -24,8 +24,7 @@ from sim.parts.order.fcfs import Fcfs
 from sim.systems import POLICIES
 from sim.systems.base import Policy
 from sim.systems.layerkv.layer_blocks import LayerBlocks
-from sim.systems.layerkv.options import LayerKVOptions
-from sim.systems.layerkv.preset import LayerKV
+from sim.systems.layerkv.preset import LayerKV, LayerKVOptions
 from sim.systems.layerkv.promote import Promote
 from sim.systems.layerkv.slack import SlackAdmission
 from sim.systems.vllm055 import VllmRecompute, VllmSwap

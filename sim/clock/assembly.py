@@ -27,7 +27,7 @@ from sim.run.prepare import Setup
 from sim.run.runs import EngineParts
 from sim.systems.base import Policy
 from sim.systems.builder import MEMPOOL, STORED
-from sim.systems.mooncake.options import ConductorOptions
+from sim.systems.mooncake.preset import ConductorOptions
 from sim.systems.sglang.options import SglangOptions
 from sim.topology import make_router
 from sim.topology.autoscalers import (

@@ -14,7 +14,7 @@ from sim.engine.changes import Direction
 from sim.engine.limits import Limits
 from sim.engine.plan import IterationPlan, Origin
 from sim.engine.sequence import Sequence as Seq
-from sim.systems.mooncake.options import ConductorOptions
+from sim.systems.mooncake.preset import ConductorOptions
 from sim.systems.mooncake.stored import StoredMemory
 from sim.topology.conductor import Conductor, Estimates, Rules
 from sim.topology.store import GlobalStore

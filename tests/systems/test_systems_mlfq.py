@@ -10,7 +10,7 @@ from sim.engine.limits import Counters
 from sim.engine.plan import IterationPlan, StepTimes
 from sim.engine.sequence import Sequence, Status
 from sim.systems.fastserve.mlfq import Mlfq
-from sim.systems.fastserve.options import MlfqOptions
+from sim.systems.fastserve.preset import MlfqOptions
 from traces.request import Request
 
 

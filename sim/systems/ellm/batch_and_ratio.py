@@ -16,7 +16,7 @@ from sim.parts.admission.watermark import WATERMARK
 from sim.parts.base import Admission
 from sim.parts.needs import Need
 from sim.systems.ellm.equations import CONFIGURATIONS, Configuration, StepCosts
-from sim.systems.ellm.options import TokenWiseOptions
+from sim.systems.ellm.preset import TokenWiseOptions
 from sim.systems.ellm.solver import Batch, Choice, Memory, best, least_bubble
 from sim.systems.ellm.token_wise import TokenWiseMemory
 

@@ -25,7 +25,7 @@ from sim.systems.ellm.equations import (
     thread_loss,
     threads_for_recomputation,
 )
-from sim.systems.ellm.options import TokenWiseOptions
+from sim.systems.ellm.preset import TokenWiseOptions
 from sim.systems.ellm.solver import Batch, feasible_ratios
 from sim.systems.ellm.solver import Memory as Room
 

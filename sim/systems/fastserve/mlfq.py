@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, ClassVar, Self
 from sim.engine.plan import IterationPlan, StepTimes
 from sim.engine.sequence import Sequence, Status
 from sim.parts.base import Order
-from sim.systems.fastserve.options import MlfqOptions
+from sim.systems.fastserve.preset import MlfqOptions
 
 if TYPE_CHECKING:
     from sim.systems.builder import Builder

@@ -17,7 +17,7 @@ from sim.engine.sequence import Sequence, Status
 from sim.parts.eviction.recompute import Recompute
 from sim.parts.needs import Need
 from sim.systems.fastserve.mlfq import Mlfq
-from sim.systems.fastserve.options import MlfqOptions
+from sim.systems.fastserve.preset import MlfqOptions
 from sim.systems.fastserve.quanta import Quanta
 
 if TYPE_CHECKING:

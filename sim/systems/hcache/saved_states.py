@@ -28,7 +28,7 @@ from sim.kv.prefix import PrefixMemory
 from sim.kv.tiered import HostTier
 from sim.kv.tiers.worth import Worth
 from sim.parts.needs import Need
-from sim.systems.hcache.options import StatesOptions, split_of
+from sim.systems.hcache.preset import StatesOptions, split_of
 
 if TYPE_CHECKING:
     from sim.engine.scheduler import Scheduler

@@ -18,7 +18,7 @@ from sim.engine.changes import D2H, H2D, Direction
 from sim.engine.sequence import CallingSequence
 from sim.parts.stage.tool_call_options import Kept, time_to_live
 from sim.parts.stage.tool_calls import Calling, ToolCalls
-from sim.systems.infercept.options import InferCeptOptions
+from sim.systems.infercept.preset import InferCeptOptions
 
 if TYPE_CHECKING:
     from sim.systems.builder import Builder

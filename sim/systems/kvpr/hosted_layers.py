@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, ClassVar, Self
 
 from sim.engine.layers import SEND_BUFFER_LAYERS
 from sim.engine.sequence import Sequence
-from sim.systems.kvpr.options import PartialRecomputeOptions
 from sim.systems.kvpr.partial_recompute import BlockSeconds
+from sim.systems.kvpr.preset import PartialRecomputeOptions
 from sim.systems.layerkv.layer_blocks import LayerBlocks
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from sim.engine.changes import Direction, Projected
 from sim.engine.plan import IterationPlan, StepTimes
 from sim.errors import UserError
 from sim.parts.needs import Need
-from sim.systems.kvpr.options import PartialRecomputeOptions
+from sim.systems.kvpr.preset import PartialRecomputeOptions
 from sim.systems.layerkv.stream import Stream
 
 if TYPE_CHECKING:

@@ -12,9 +12,16 @@ before while it computes; host memory (`--swap-space`) holds KV and inputs; the 
 from dataclasses import dataclass
 from typing import ClassVar
 
+from sim.parts.options import option
 from sim.systems.base import VLLM055, Policy
-from sim.systems.kvpr.options import PartialRecomputeOptions
 from sim.systems.vllm055 import vllm055_limits
+
+
+@dataclass(frozen=True)
+class PartialRecomputeOptions:
+    """What decoding from the host can be told."""
+
+    partial_recompute: bool = option(True, "make part of the KV from saved inputs; otherwise all of it is copied")
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING, Self
 
 from sim.engine.limits import Deployment
-from sim.systems.layerkv.options import LayerKVOptions
+from sim.systems.layerkv.preset import LayerKVOptions
 
 if TYPE_CHECKING:
     from sim.systems.builder import Builder

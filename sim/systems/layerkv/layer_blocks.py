@@ -16,7 +16,7 @@ from sim.errors import UserError
 from sim.kv.memory import Memory
 from sim.parts.needs import Need
 from sim.systems.layerkv.equations import Equations
-from sim.systems.layerkv.options import LayerKVOptions
+from sim.systems.layerkv.preset import LayerKVOptions
 
 if TYPE_CHECKING:
     from sim.systems.builder import Builder

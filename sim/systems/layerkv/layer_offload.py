@@ -15,7 +15,7 @@ from sim.engine.sequence import Sequence
 from sim.parts.eviction.recompute import Recompute
 from sim.parts.needs import Need
 from sim.systems.layerkv.layer_blocks import LayerBlocks
-from sim.systems.layerkv.options import LayerKVOptions
+from sim.systems.layerkv.preset import LayerKVOptions
 from sim.systems.layerkv.promote import Promote
 
 if TYPE_CHECKING:

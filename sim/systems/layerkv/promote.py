@@ -14,7 +14,7 @@ from sim.engine.sequence import IGNORED, PROMOTING, Sequence
 from sim.parts.base import Stage
 from sim.parts.needs import Need
 from sim.systems.layerkv.layer_blocks import LayerBlocks
-from sim.systems.layerkv.options import LayerKVOptions
+from sim.systems.layerkv.preset import LayerKVOptions
 
 if TYPE_CHECKING:
     from sim.engine.scheduler import Scheduler

@@ -11,7 +11,7 @@ from sim.engine.plan import IterationPlan, StepTimes
 from sim.engine.sequence import Sequence
 from sim.parts.admission.watermark import Watermark
 from sim.systems.layerkv.equations import Equations
-from sim.systems.layerkv.options import LayerKVOptions
+from sim.systems.layerkv.preset import LayerKVOptions
 from sim.systems.layerkv.slack_book import SlackBook
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar, Self
 from sim.engine.changes import Direction, Move, Streamed, Tier
 from sim.engine.plan import IterationPlan
 from sim.engine.sequence import Sequence
-from sim.systems.layerkv.options import LayerKVOptions
+from sim.systems.layerkv.preset import LayerKVOptions
 from sim.systems.layerkv.promote import Promote
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from sim.kv.backing import Backing
 from sim.kv.memory import ALL_LAYERS, ReturnsKV
 from sim.kv.paged import PagedMemory
 from sim.kv.prefix import PrefixMemory
-from sim.systems.memserve.options import MemPoolOptions
+from sim.systems.memserve.preset import MemPoolOptions
 
 if TYPE_CHECKING:
     from sim.systems.builder import Builder

@@ -16,12 +16,20 @@ modelled: the pool's host memory, and prefixes sent from one prefill engine to a
 """
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
-from sim.parts.options import with_default
+from sim.parts.options import option, with_default
 from sim.parts.stage.hand_over_options import HandOverOptions
 from sim.systems.distserve import DistServe
-from sim.systems.memserve.options import MemPoolOptions
+
+
+@dataclass(frozen=True)
+class MemPoolOptions:
+    """Which engines cache."""
+
+    caching: Literal["prefill", "both", "return"] = option(
+        "return", "engines that prefill cache; both kinds do, and pull the rest alone; and answers are sent back"
+    )
 
 
 @dataclass(frozen=True)

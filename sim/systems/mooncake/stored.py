@@ -13,7 +13,7 @@ from sim.engine.plan import IterationPlan
 from sim.engine.sequence import Sequence
 from sim.kv.memory import Memory
 from sim.parts.needs import Need
-from sim.systems.mooncake.options import ConductorOptions
+from sim.systems.mooncake.preset import ConductorOptions
 from traces.request import Request
 
 

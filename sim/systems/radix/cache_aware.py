@@ -18,7 +18,7 @@ from sim.kv.index.radix_tree import Node
 from sim.kv.radix import RadixMemory
 from sim.parts.needs import Need
 from sim.parts.order.fcfs import Fcfs
-from sim.systems.radix.options import RadixOptions
+from sim.systems.radix.preset import RadixOptions
 
 if TYPE_CHECKING:
     from sim.engine.scheduler import Scheduler

@@ -17,7 +17,7 @@ from sim.engine.sequence import Sequence
 from sim.parts.batching.base import NEVER_FITS, TOO_LONG, TOO_LONG_AGAIN, Batching
 from sim.parts.needs import Need
 from sim.systems.radix.cache_aware import CacheAware
-from sim.systems.radix.options import RadixOptions
+from sim.systems.radix.preset import RadixOptions
 
 if TYPE_CHECKING:
     from sim.engine.scheduler import Scheduler

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, ClassVar, Self
 
 from sim.engine.sequence import Sequence
 from sim.systems.radix.cache_aware import CacheAware
-from sim.systems.ragcache.options import ReuseOptions
+from sim.systems.ragcache.preset import ReuseOptions
 
 if TYPE_CHECKING:
     from sim.systems.builder import Builder

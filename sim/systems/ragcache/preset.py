@@ -16,10 +16,18 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from sim.kv.tiered_options import TieredOptions
-from sim.parts.options import with_default
+from sim.parts.options import CheckedOptions, option, with_default
 from sim.systems.base import VLLM055, Policy
-from sim.systems.ragcache.options import ReuseOptions
 from sim.systems.vllm055 import vllm055_limits
+
+
+@dataclass(frozen=True)
+class ReuseOptions(CheckedOptions):
+    """How long requests that hit little wait."""
+
+    reorder_window: int = option(
+        32, "later requests that may start before one; 0: first come, first served", within=(0, 1e12)
+    )
 
 
 @dataclass(frozen=True)
