@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from heapq import heappop, heappush
 
 from sim.engine.sequence import Sequence
+from sim.kv.index.branches import nodes_below
 from sim.kv.index.prefix_index import Keys
 from traces.hash_ids import num_shared
 
@@ -231,13 +232,7 @@ class RadixTree:
 
     def nodes(self) -> list[Node]:
         """All of them but the root. For recounts."""
-        found: list[Node] = []
-        left = list(self.root.children.values())
-        while left:
-            node = left.pop()
-            found.append(node)
-            left.extend(node.children.values())
-        return found
+        return nodes_below(self.root)
 
 
 def _still_cached(node: Node, depth: int) -> tuple[Node, int]:

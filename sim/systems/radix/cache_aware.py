@@ -9,12 +9,11 @@ both are first come, first served. `lpm` sorts by what any memory has cached; me
 when that has changed, so that no jump goes on while a request waits.
 """
 
-from collections import defaultdict
 from typing import TYPE_CHECKING, ClassVar, Self
 
 from sim.engine.plan import IterationPlan
 from sim.engine.sequence import Sequence
-from sim.kv.index.radix_tree import Node
+from sim.kv.index.branches import by_branch
 from sim.kv.radix import RadixMemory
 from sim.parts.needs import Need
 from sim.parts.order.fcfs import Fcfs
@@ -66,11 +65,12 @@ class CacheAware(Fcfs):
         for seq in queue:
             self.memory.look_up(seq)
         if self.by_branch and radix is not None:
-            self._sort_by_branch(radix, [radix.end_of(seq) for seq in queue])
+            seqs = list(queue)
+            ranked = [seqs[place] for place in by_branch(radix.tree.root, [radix.end_of(seq) for seq in seqs])]
         else:
             ranked = sorted(queue, key=self._rank)
-            queue.clear()
-            queue.extend(ranked)
+        queue.clear()
+        queue.extend(ranked)
         if radix is not None:
             self._is_sorted, self._clock = True, radix.tree.clock
 
@@ -79,29 +79,6 @@ class CacheAware(Fcfs):
 
     def repeats(self, plan: IterationPlan, steps: int) -> int:
         return 1 if self._looks_anew and self._queue else steps
-
-    def _sort_by_branch(self, memory: RadixMemory, ends: list[Node]) -> None:
-        """Children before their parents, the heaviest first: a weight is how many wait for a node or below it."""
-        root = memory.tree.root
-        waiting: defaultdict[Node, list[Sequence]] = defaultdict(list)
-        weights: defaultdict[Node, int] = defaultdict(int)
-        for seq, end in zip(self._queue, ends, strict=True):
-            waiting[end].append(seq)
-            above: Node | None = end
-            while above is not None:
-                weights[above] += 1
-                above = above.parent
-        self._queue.clear()
-        left: list[tuple[Node, bool]] = [(root, False)]
-        while left:
-            node, is_walked = left.pop()
-            if is_walked:
-                self._queue.extend(waiting.get(node, ()))
-                continue
-            left.append((node, True))
-            branches = [child for child in node.children.values() if child in weights]
-            branches.sort(key=weights.__getitem__, reverse=True)
-            left += [(child, False) for child in reversed(branches)]
 
     def add(self, seq: Sequence) -> None:
         super().add(seq)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, ClassVar, Self
 
 from sim.engine.sequence import Sequence
+from sim.kv.index.branches import by_branch
 from sim.parts.base import Order
 from sim.parts.needs import Need
 from sim.systems.sglang.memory import TreeMemory
@@ -90,7 +91,7 @@ class SglangQueue(Order):
             self._sort_by_prefix()
         elif policy == "dfs-weight":
             ends = [self._memory.search(seq, seq.num_tokens).node for seq in queue]
-            queue[:] = [queue[place] for place in self._memory.tree.by_weight(ends)]
+            queue[:] = [queue[place] for place in by_branch(self._memory.tree.root, ends)]
         else:
             if policy == "fcfs" and self._by_priority:
                 queue.sort(key=lambda seq: (self.urgency(seq), self._entered[seq]))

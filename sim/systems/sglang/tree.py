@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from heapq import heapify, heappop, heappush
 from typing import ClassVar, Literal, NamedTuple
 
+from sim.kv.index.branches import nodes_below
 from traces.hash_ids import num_shared
 
 Keys = tuple[int, ...]
@@ -602,39 +603,11 @@ class PrefixTree:
                     self._note_copy(node)
                 node = parent_of(node)
 
-    # -- for orders, and for recounts ----------------------------------------------------------------------------------
-
-    def by_weight(self, ends: Sequence[Node]) -> list[int]:
-        """Places in `ends`, in a walk through the tree: children first, of those the branch that the most end in."""
-        waiting: dict[Node, list[int]] = {}
-        weights: dict[Node, int] = {}
-        for place, end in enumerate(ends):
-            waiting.setdefault(end, []).append(place)
-            above: Node | None = end
-            while above is not None:
-                weights[above] = weights.get(above, 0) + 1
-                above = above.parent
-        order: list[int] = []
-        left = [(self.root, False)]
-        while left:
-            node, is_walked = left.pop()
-            if is_walked:
-                order += waiting.get(node, ())
-                continue
-            left.append((node, True))
-            branches = [child for child in node.children.values() if child in weights]
-            branches.sort(key=weights.__getitem__, reverse=True)
-            left += [(child, False) for child in reversed(branches)]
-        return order
+    # -- for recounts --------------------------------------------------------------------------------------------------
 
     def nodes(self) -> list[Node]:
         """All of them but the root."""
-        found, left = [], list(self.root.children.values())
-        while left:
-            node = left.pop()
-            found.append(node)
-            left.extend(node.children.values())
-        return found
+        return nodes_below(self.root)
 
 
 def parent_of(node: Node) -> Node:
