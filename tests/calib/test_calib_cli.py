@@ -190,14 +190,6 @@ def test_the_default_name_says_gpu_and_status_and_the_file_serves_a_run(capsys, 
     assert result["profile"]["name"] == "a100-80g-measured"
 
 
-def test_the_same_samples_give_the_same_files(capsys, measured, tmp_path, undrawn):
-    for folder in ("a", "b"):
-        words = ["profile", "fit", measured, "--gpu", "a100-80g", "--out", tmp_path / folder]
-        assert attempt(capsys, *words)[0] == 0
-    for name in names(tmp_path / "a"):
-        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
-
-
 def test_a_base_completes_a_gpu_that_nothing_is_shipped_for(capsys, measured, tmp_path, undrawn):
     gpu = tmp_path / "gpu.json"
     data = json.loads((ROOT / "sim" / "specs" / "gpus" / "a100-80g.json").read_text())
@@ -388,24 +380,6 @@ def test_a_profile_that_cannot_be_drawn_is_still_shown(capsys, tmp_path, line, p
     assert error.startswith("kvtwin: ") and error.count("\n") == 1
     assert part in error
     assert names(tmp_path) == []
-
-
-BAD_SAMPLES = [
-    ("op,latency_s\nlaunch,nan\n", ["line 2: latency_s = nan is not a finite number", "leave out"]),
-    ("op,latency_s\nlaunch,1e-5\n", ["samples: none of layers, products, linear"]),
-    ("op,latency_s,model,new_tokens\nlayers,1e-3,lama-2-7b,9\n", ["model: 'lama-2-7b'", "did you mean 'llama-2-7b'?"]),
-    ("op,latency_s,model,new_tokens\nlayers,1e-3,llama-2-7b,9\n", ["prompts by tokens: 1 size (9 to 9)"]),
-    ("op,latency_s,model,new_tokens\nlayers,1e-3,none/config.json,9\n", ["neither a built-in name nor an existing"]),
-    ("", ["holds no header"]),
-]
-
-
-@pytest.mark.parametrize(("text", "parts"), BAD_SAMPLES)
-def test_bad_samples_end_in_one_line_that_names_the_place(capsys, tmp_path, text, parts):
-    path = tmp_path / "bad.csv"
-    path.write_text(text)
-    refused(capsys, "profile", "fit", path, "--gpu", "a100-80g", "--out", tmp_path / "out", parts=parts)
-    assert names(tmp_path) == ["bad.csv"]
 
 
 WORDS = ["nan", "inf", "-1", "0", "1e-5", "9" * 30, '"', "#", "layers", "step", "h2d", "all_reduce", "llama-2-70b", "2"]

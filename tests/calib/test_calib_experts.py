@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from experts_report import as_dense_s, error, experts_table, signed, simulated_s
+from experts_report import as_dense_s, experts_table, simulated_s
 from msgspec import structs
 from parquet_small import put
 
@@ -176,15 +176,6 @@ def test_experts_met_by_hand(monkeypatch, tokens, topk, draws, met):
     spread = _ExpertsMet()
     monkeypatch.setattr(spread, "_random", SimpleNamespace(random=lambda count: np.array(draws, float)[:count]))
     assert spread._count(tokens, len(draws), topk, 2.0) == met
-
-
-def test_errors_are_told_with_their_mean():
-    assert signed(np.array([0.9, 0.3, 0.3])) == "50.0 % (+50)"
-    assert signed(np.array([0.9, -0.3])) == "60.0 % (+30)"
-    assert signed(np.array([-0.6, -0.38])) == "49.0 % (-49)"
-    assert signed(np.array([0.9])) == "90.0 % (+90)"
-    assert signed(np.array([])) == "-"
-    assert np.isnan(error(np.array([])))
 
 
 # -- the report --------------------------------------------------------------------------------------------------------

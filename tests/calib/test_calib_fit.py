@@ -418,11 +418,11 @@ def test_steps_of_our_own_engine_tell_what_each_sequence_costs_its_host():
 
 
 def test_intervals_cover_planted_constants_in_90_to_99_of_100_sets():
-    """3 % noise and 5 % outliers up to three times slower; three GPUs, 300 sets.
+    """3 % noise and 5 % outliers up to three times slower; three GPUs, 120 sets.
 
-    At the 95 % that is meant, the bounds are four and three standard deviations of the count away.
+    At the 95 % that is meant, the bounds are two and a half and two standard deviations of the count away.
     """
-    sets, seen = 100, dict.fromkeys([*A100, "step_overhead_s"], 0)
+    sets, seen = 40, dict.fromkeys([*A100, "step_overhead_s"], 0)
     samples = [*shapes(), *shapes(("llama-3.1-8b",), "step")]
     amounts = terms(samples)
     for seed, gpu in enumerate((A100, H100, L20)):
@@ -479,38 +479,7 @@ def test_steps_of_one_depth_leave_their_overhead_with_the_layers():
     assert fit_of(with_layers).values["step_overhead_s"] == pytest.approx(3.2e-3, rel=1e-3)
 
 
-def test_what_is_left_out_of_a_fit_is_in_no_estimate():
-    samples = noisy(planted(shapes()))
-    for without, gone in (
-        (("kv_bytes_per_s", "kv_padding_tokens", "kv_padding_waves"), {"kv_bytes_per_s", "kv_padding_tokens"}),
-        (("attention_flops_per_s",), {"attention_flops_per_s"}),
-        (("overlap",), {"roofline_exponent"}),
-        (("layer_overhead_s",), {"layer_overhead_s"}),
-    ):
-        assert fit_of(samples, without=without).estimates.keys() == A100.keys() - gone
-
-
 # -- robust least squares --------------------------------------------------------------------------------------------
-
-
-def test_a_line_by_relative_errors():
-    """y = a + b x over six decades: relative errors see both ends, and 2 of 40 outliers are let go."""
-    x = np.logspace(0, 6, 40)
-    y = 5.0 + 0.01 * x
-    y[[7, 30]] *= 2.5
-    parameters = {"a": Parameter(1.0, log=False), "b": Parameter(1.0)}
-    fit = fit_relative(lambda v: v["a"] + v["b"] * x, y, parameters)
-    assert fit.values == pytest.approx({"a": 5.0, "b": 0.01}, rel=1e-3)
-
-
-def test_the_standard_error_of_a_mean_is_the_scatter_over_the_root_of_the_count():
-    rng = np.random.default_rng(0)
-    y = np.exp(rng.normal(0.0, 0.03, 400)) * 7.0
-    fit = fit_relative(lambda v: np.full(400, v["m"]), y, {"m": Parameter(1.0)})
-    estimate = fit.estimates["m"]
-    assert fit.scatter == pytest.approx(0.03, rel=0.15)
-    assert estimate.stderr == pytest.approx(7.0 * 0.03 / 20, rel=0.15)
-    assert estimate.high / estimate.value == pytest.approx(np.exp(1.966 * 0.03 / 20), rel=1e-3)
 
 
 def test_a_parameter_that_does_nothing_has_no_bounds():

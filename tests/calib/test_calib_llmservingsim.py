@@ -99,7 +99,8 @@ def test_tables_are_the_kernels_as_they_are(folder):
 def test_the_command_writes_a_table_that_comes_back(tmp_path, monkeypatch, capsys):
     folder = tmp_path / "tp1"
     folder.mkdir()
-    monkeypatch.setitem(globals(), "CACHED", (0,))
+    for name, few in (("CACHED", (0,)), ("CHUNKS", (16, 64, 256))):
+        monkeypatch.setitem(globals(), name, few)
     write_kernels(folder)
     monkeypatch.setattr("sim.results.figures.style.save_figure", lambda path, figure: path)
     monkeypatch.setattr("calib.figure.draw_fit", lambda report: None)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from measure_small import GPU
 
-from calib.measure import bench, clocks, copy_ops, graphs, layer_ops, machine
+from calib.measure import bench, clocks, copy_ops, graphs, machine
 from calib.measure.bench import Bench
 from calib.measure.clocks import CudaClock, Unmeasurable
 from calib.measure.plan import Plan
@@ -144,21 +144,6 @@ def test_an_all_reduce_asks_the_gpu_that_is_timed_last(told, monkeypatch):
     monkeypatch.setattr(copy_ops.nccl, "all_reduce", lambda parts, sums: told.work())
     assert reduction.once() == pytest.approx(4e-3)
     assert told == ["synchronize", "lead 2", "lead 1", "lead 0", "record", "work", "record", "synchronize"]
-
-
-def test_a_table_that_the_pool_has_no_room_for_is_unmeasurable():
-    """Two layers of three sequences of 33 tokens: 18 blocks; a recomputed prefix is of one layer alone."""
-    shape = {"model": "tiny", "batch_size": 3, "new_tokens": 1, "context_tokens": 32}
-    work = object.__new__(layer_ops.ModelWork)
-    rng = layer_ops.np.random.default_rng(0)
-    work._pool = SimpleNamespace(num_groups=2, num_blocks=18)
-    tables = work._tables(Point(op="layers", **shape), rng)
-    assert tables.shape == (2, 3, 3) and sorted(tables.flat) == list(range(18))
-    work._pool.num_blocks = 17
-    with pytest.raises(Unmeasurable, match="needs 18 KV blocks, the pool has 17"):
-        work._tables(Point(op="layers", **shape), rng)
-    again = work._tables(Point(op="recompute", **shape), rng)
-    assert again.shape == (2, 3, 3) and (again[0] == again[1]).all() and len(set(again.flat)) == 9
 
 
 # -- the driver --------------------------------------------------------------------------------------------------------

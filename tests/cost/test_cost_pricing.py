@@ -15,7 +15,7 @@ from sim.cost.model import LayerTimes
 from sim.cost.pricing import Lanes, Pricer
 from sim.cost.profile import load_profile
 from sim.cost.roofline import RooflineCost, projection_flops
-from sim.engine.changes import Move, Restore, Streamed, Tier
+from sim.engine.changes import Move, Projected, Restore, Streamed, Tier
 from sim.engine.layers import offloaded_layers, retained_layers
 from sim.engine.plan import IterationPlan
 from sim.engine.sequence import Sequence
@@ -86,6 +86,17 @@ def test_a_mixed_restore_comes_before_the_computation() -> None:
     plan.mixed_restores = (Restore(sequence(32), 32, (2, 3), (), (0, 1), 0),)
     times = pricer.step(plan, 2.0)
     assert times.end_s == pytest.approx(2.0 + 0.016 + 2 * project_s + 0.020, abs=1e-12)
+
+
+def test_inputs_are_projected_in_each_layer_of_each_group() -> None:
+    """Four layers in two groups: 32 tokens' inputs come in 4 ms a layer, the first before four projections."""
+    on = linear_machine(64.0, prefill=(0.0, 0.001, 0.0), decode=(0.02, 0.0, 0.0), swap_s_per_block=0.016)
+    pricer = Pricer(on.cost, Lanes(), lambda *_: None, layers=4, num_groups=2, block_bytes=64.0, hidden_bytes=0.5)
+    plan = IterationPlan()
+    plan.num_decodes, plan.decode_context_tokens = 1, 33
+    plan.streamed = (Projected(2, 0, 0, 32, 0),)
+    project_s = 0.032 * projection_flops(on.model) / on.model.linear_flops_per_token
+    assert pricer.step(plan, 1.0).end_s == pytest.approx(1.0 + 0.004 + 0.020 + 4 * project_s, abs=1e-12)
 
 
 def llama_on_l20(block_size: int) -> tuple[RooflineCost, Pricer]:

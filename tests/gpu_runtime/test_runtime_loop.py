@@ -10,12 +10,10 @@ from pretended import PretendedDevice
 from gpu_runtime.device import TorchDevice
 from gpu_runtime.instance import LiveInstance
 from gpu_runtime.kv.block_ids import BlockIds
-from gpu_runtime.kv.replay.held import Held
 from gpu_runtime.kv.replay.placement import Placement
 from kvtwin.testing import build_engine, limits, linear_machine, live, requests
 from kvtwin.testing.engines import CheckedEngine
 from sim.clock.arrivals import Arrivals
-from sim.engine.sequence import Sequence
 from sim.errors import InvariantError
 from sim.systems.vllm055 import VllmRecompute
 
@@ -90,32 +88,6 @@ def test_a_failure_is_heard_of_before_a_plan_and_after_it(asked, iterations):
 
 def placement():
     return Placement(BlockIds(4), BlockIds(4), num_groups=1, block_tokens=4)
-
-
-def sequences():
-    return [Sequence(request) for request in requests((0.0, 4, 1), (0.0, 4, 1))]
-
-
-@pytest.mark.parametrize(("tier", "ids"), [("gpu", [1]), ("host", [1])])
-def test_a_block_that_two_hold_and_one_took_is_found(tier, ids):
-    found = placement()
-    for seq in sequences():
-        found.held[seq] = Held(**{tier: {0: ids}})
-    found.gpu.allocate(2)
-    with pytest.raises(InvariantError, match=rf"^{tier} blocks \[1(, 1)?\] are held by more or fewer"):
-        found.check()
-
-
-def test_a_block_that_two_share_is_none():
-    found = placement()
-    ids = found.gpu.allocate(2)
-    for seq in sequences():
-        found.held[seq] = Held(gpu={0: ids})
-    found.gpu.share(ids)
-    found.check()
-    found.gpu.free(ids)
-    with pytest.raises(InvariantError, match="gpu blocks"):
-        found.check()
 
 
 def test_a_device_sleeps_until_it_is_time_or_it_is_woken():

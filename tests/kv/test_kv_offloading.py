@@ -13,9 +13,7 @@ from sim.engine.plan import IterationPlan, Origin, PrefillChunk
 from sim.engine.sequence import Sequence
 from sim.kv.index.block_chain import BlockChain, NamedChain
 from sim.kv.tiers import host_cache
-from sim.kv.tiers.fences import FencedStack
 from sim.kv.tiers.host_cache import HostCache
-from sim.kv.tiers.jobs import Job, Offloaded
 from sim.kv.tiers.replacement import Access
 from sim.kv.tiers.storage import Storage
 from sim.kv.tiers.worth import Worth
@@ -131,22 +129,6 @@ def test_what_finds_its_prefix_being_stored_waits_for_that():
     assert outcome.scheduler.counters.tiers["host"].num_loads == 1
 
 
-def test_chunks_of_several_blocks_are_stored_when_they_are_full():
-    outcome = run(A, B, C, blocks_per_chunk=3)
-    tier = outcome.scheduler.counters.tiers["host"]
-    assert (tier.stored_blocks, tier.hit_tokens) == (3 + 6, 48)
-    assert first_tokens(outcome)[2] == pytest.approx(2.0 + 0.015 + 0.016, abs=1e-12)
-
-
-def test_outputs_are_stored_where_that_is_asked_for():
-    talk = named(0, 0.0, (1, 2), output=34)._replace(output_hash_ids=(3, 4, 5))
-    later = named(2, 2.0, (1, 2, 3, 4, 5))
-    for asked, tokens in ((False, 32), (True, 64)):
-        # The last token generated is not computed: its block is never full.
-        outcome = run(talk, B, later, offload_outputs=asked)
-        assert outcome.scheduler.counters.tiers["host"].hit_tokens == tokens, asked
-
-
 def test_a_decode_takes_no_block_that_its_load_has_brought():
     """Blocks of one token. 0's 22 are on the host; 1 and 2 say the same and load seven each, 2 when 1 has computed two.
 
@@ -161,13 +143,6 @@ def test_a_decode_takes_no_block_that_its_load_has_brought():
     assert outcome.scheduler.counters.preemptions == 1
     tier = outcome.scheduler.counters.tiers["host"]
     assert (tier.stored_blocks, tier.num_loads, tier.hit_tokens) == (22, 3, 6 + 6 + 15)
-
-
-def test_a_chunk_is_stored_when_it_has_been_offered_often_enough():
-    again = [named(i, i / 1.0, (1, 2, 3, 4)) for i in range(3)]
-    outcome = run(*again, gpu=6, caching=False, store_threshold=3)
-    assert outcome.scheduler.counters.tiers["host"].stored_blocks == 4
-    assert run(*again[:2], caching=False, store_threshold=3).scheduler.counters.tiers["host"].stored_blocks == 0
 
 
 # -- files behind the host -------------------------------------------------------------------------------------------
@@ -222,39 +197,6 @@ def stored(cache: HostCache, keys: tuple[int, ...], *, ends: bool = True) -> Acc
     if ends:
         cache.finish(access)
     return access
-
-
-@pytest.mark.parametrize("policy", ["lru", "arc"])
-def test_tails_give_way_before_heads_and_old_requests_before_new(policy):
-    cache = HostCache(6, policy)
-    stored(cache, (1, 2, 3))
-    stored(cache, (4, 5, 6))
-    for number, gone in enumerate((3, 2, 1, 6)):
-        stored(cache, (100 + number,))
-        assert cache.get(gone) is None
-        assert all(cache.get(100 + i) for i in range(number + 1))
-    assert cache.num_evicted == 4
-
-
-@pytest.mark.parametrize("policy", ["lru", "arc"])
-def test_what_is_copied_stays(policy):
-    cache = HostCache(2, policy)
-    reader = stored(cache, (1, 2))
-    cache.read(reader, range(1))
-    assert cache.offer(Access((7, 8)), range(2)) is None
-    assert cache.offer(Access((9,)), range(1)) == [0]
-    assert (cache.get(1) is None, cache.get(2) is None) == (False, True)
-    # Being written, it is not idle either.
-    assert cache.offer(Access((10,)), range(1)) is None
-    cache.done_reading([1])
-    assert cache.offer(Access((10,)), range(1)) == [0]
-
-
-def test_an_offer_does_not_push_its_own_chunks_out():
-    cache = HostCache(2)
-    stored(cache, (1, 2))
-    assert cache.offer(Access((1, 2, 3)), range(3)) is None
-    assert cache.get(1) and cache.get(2)
 
 
 def test_of_many_offers_the_last_are_counted(monkeypatch):
@@ -335,21 +277,6 @@ def check_forgetting(prompts: list[tuple[list[int], int]]) -> None:
         if len(chain) < len(kept):
             kept = {prefix[:end]: kept[prefix[:end]] for prefix in used for end in range(1, len(prefix) + 1)}
         assert len(chain) == len(kept)
-
-
-def test_a_stack_hands_out_the_last_block_first():
-    heard = []
-    job = Job(Offloaded(Sequence(A), Access(())), [0, 2], [range(1), range(2, 3)])
-    stack = FencedStack("blocks", 10, lambda job, blocks: heard.append(blocks))
-    stack.allocate(5)
-    stack.release_fenced(4, [job])
-    stack.allocate(1)
-    assert heard == []
-    stack.allocate(1)
-    assert heard == [range(2, 3)]
-    stack.allocate(2)
-    assert heard == [range(2, 3), range(1)]
-    assert stack.free == 5
 
 
 # -- prices ----------------------------------------------------------------------------------------------------------

@@ -17,7 +17,6 @@ from sim.run.prepare import prepare
 from sim.run.simulate import build_run, execute
 from sim.run.traffic import traffic
 from sim.specs.models import load_model
-from sim.systems.adaptive.paced import Paced
 from sim.systems.adaptive.preset import Adaptive
 from sim.systems.adaptive.request_price import Outlook
 from sim.systems.adaptive.triage import Triage
@@ -162,32 +161,6 @@ def test_more_requests_meet_their_slos_than_first_come_first_served(predictor):
     policies = Adaptive(predictor=predictor), VllmV1()
     ours, theirs = (simulate(policy, arrivals, ROOM, goodput=SLO, checked=False) for policy in policies)
     assert ours.log.good > 1.2 * theirs.log.good
-
-
-def test_the_least_chunk_that_fills_a_tile_is_worth_it():
-    """An iteration takes as long for 512 tokens as for one, and twice as long for 513: smaller chunks cost more a
-    token, larger ones no less."""
-    whole = Workload(crowd(40), replace(ROOM, max_num_batched_tokens=2048), linear_machine())
-    found = set()
-
-    class Tiled(Paced):
-        def _added_s(self, tokens):
-            return 0.02 * ceil(tokens / 512)
-
-        _alone_s = _added_s
-
-        def find_worth(self):
-            super().find_worth()
-            found.add(self._worth)
-
-    class Policy(Adaptive):
-        def parts(self, limits, deployment):
-            parts = super().parts(limits, deployment)
-            parts.batching.__class__ = Tiled
-            return parts
-
-    run(Policy(), whole)
-    assert 512 in found and max(found) == 512
 
 
 def test_with_room_for_all_nothing_is_passed_over():

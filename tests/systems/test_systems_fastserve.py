@@ -1,4 +1,4 @@
-"""FastServe: by hand, what its paper claims, and what it never does.
+"""FastServe: by hand, and what it never does.
 
 Every iteration takes 20 ms and 1 ms a computed token; the first level's quantum is 50 ms unless a test says otherwise.
 """
@@ -183,9 +183,6 @@ def test_what_waits_for_long_comes_first_by_hand() -> None:
     assert outcome.by_id()[0].first_token_s == pytest.approx(0.240, abs=1e-9)
     assert outcome.by_id()[0].finish_s == pytest.approx(0.432, abs=1e-9)
     assert outcome.scheduler.counters.policy["starvation_promotions"] == 2
-
-
-# -- what the paper claims -----------------------------------------------------------------------------------------
 
 
 # -- what it never does --------------------------------------------------------------------------------------------

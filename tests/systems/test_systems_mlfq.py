@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from sim.engine.limits import Counters
 from sim.engine.plan import IterationPlan, StepTimes
-from sim.engine.sequence import Sequence, Status
+from sim.engine.sequence import Sequence
 from sim.systems.fastserve.mlfq import Mlfq
 from sim.systems.fastserve.preset import MlfqOptions
 from traces.request import Request
@@ -84,68 +84,6 @@ def test_what_has_waited_for_the_bound_goes_to_the_tail_of_the_first_level_at_ev
     assert ids(order) == [2, 0, 1]
     assert order.level_of(late) == 0
     assert order.scheduler.counters.policy["starvation_promotions"] == 2
-
-
-def test_what_has_ended_is_forgotten() -> None:
-    order = queue()
-    seq = sequence(0, 5)
-    order.add(seq)
-    order.pop()
-    order.left(seq)
-    seq.status = Status.FINISHED
-    order.prepare(0.0)
-    with pytest.raises(KeyError):
-        order.level_of(seq)
-
-
-def test_residents_keep_their_place_among_those_that_wait() -> None:
-    """Started 0 and 2 of 0, 1, 2 in one level: walked together they are 0, 1, 2; demoted, 0 comes last."""
-    order = queue()
-    seqs = [sequence(i, 5) for i in range(3)]
-    for seq in seqs:
-        order.add(seq)
-    order.keep(seqs[0])
-    order.keep(seqs[2])
-    assert ids(order) == [1]
-    assert [seq.request.request_id for seq in order.in_order()] == [0, 2]
-    assert [seq.request.request_id for seq in order.in_order(lambda: True)] == [0, 1, 2]
-    order.demote(seqs[0])
-    assert [seq.request.request_id for seq in order.in_order(lambda: True)] == [1, 2, 0]
-    assert [seq.request.request_id for seq in order.residents_from_last()] == [0, 2]
-    order.left(seqs[2])
-    assert [seq.request.request_id for seq in order.in_order(lambda: True)] == [1, 0]
-
-
-def test_what_loses_its_kv_keeps_its_place_and_its_wait() -> None:
-    """0, 1, 2, 3 in one level, of which 0 and 2 started; 2, then 0 lose their KV, popped 1 is put back as the first."""
-    order = queue()
-    seqs = [sequence(i, 5) for i in range(4)]
-    for seq in seqs:
-        order.add(seq)
-    order.keep(seqs[0])
-    order.keep(seqs[2])
-    order.idle_since_s[seqs[2]] = 0.5
-    order.left(seqs[2])
-    order.left(seqs[0])
-    order.scheduler.now_s = 0.7
-    order.put_back([seqs[2], seqs[0]])
-    assert ids(order) == [0, 1, 2, 3]
-    assert [order.idle_since_s[seqs[i]] for i in (0, 2)] == [0.7, 0.5]
-    assert [order.pop() for _ in range(2)] == seqs[:2]
-    order.put_back([seqs[1]])
-    assert ids(order) == [1, 2, 3]
-
-
-def test_what_stands_behind() -> None:
-    """1 and 2 of level 0 and 0 of level 2 hold KV; 3 waits in level 0 behind them."""
-    order = queue()
-    seqs = [sequence(i, prompt) for i, prompt in enumerate((30, 5, 5, 5))]
-    for seq in seqs:
-        order.add(seq)
-    for seq in seqs[:3]:
-        order.keep(seq)
-    behind = [[other.request.request_id for other in order.residents_behind(seq)] for seq in seqs]
-    assert behind == [[], [0, 2], [0], [0]]
 
 
 commands = st.lists(st.tuples(st.sampled_from(["add", "pop", "put_back", "remove"]), st.integers(0, 90)), max_size=60)

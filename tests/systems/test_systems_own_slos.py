@@ -1,7 +1,5 @@
 """SLOs that requests have themselves: counted, kept by `adaptive`, told by class; and what is too late for them."""
 
-from collections import deque
-
 import numpy as np
 import pytest
 
@@ -77,21 +75,6 @@ def test_the_pace_is_that_which_most_can_be_good_at(tight_share, kept_s):
     order = simulate(TOLD, crowd(tight_share), ROOM, machine=MACHINE, goodput=SLO).scheduler.order
     assert isinstance(order, Triage)
     assert order.kept_tpot_s == kept_s
-
-
-def test_a_price_limit_is_found_at_the_prices_of_its_tpot():
-    """When another TPOT was chosen the arrivals' prices were those of the one before, until the next limit."""
-    order = simulate(TOLD, crowd(0.98), ROOM, machine=MACHINE, goodput=SLO).scheduler.order
-    assert isinstance(order, Triage)
-    order.kept_tpot_s = 0.1
-    order.price.keep_pace(0.1)
-    order._arrivals = deque(arrival.priced_anew(order.price) for arrival in order._arrivals)
-    found = []
-    for _ in range(2):
-        order._find_price_limit()
-        found.append(order.tokens_per_iteration)
-    assert order.kept_tpot_s == 0.03
-    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("jump", [True, False])

@@ -15,7 +15,7 @@ from runtime_small import SMALL
 
 from gpu_runtime.kv import batched_copies, copy_engine, copy_worker
 from gpu_runtime.kv.copies import KVCopies
-from gpu_runtime.kv.copy_engine import CopyEngine, CopyFailed, contiguous_runs, pieces, prefers_staging
+from gpu_runtime.kv.copy_engine import CopyEngine, CopyFailed, contiguous_runs, pieces
 from gpu_runtime.kv.pool import KVPool
 from gpu_runtime.kv.token_rows import TokenRows, token_places
 from sim.engine.changes import Direction
@@ -85,13 +85,6 @@ def test_random_blocks_arrive_and_no_other_changes(src_ids, dst_ids, count, dire
             handle.wait()
             assert handle.done()
     assert torch.equal(target.data, expected)
-
-
-def test_scattered_small_blocks_are_staged_and_long_runs_are_not():
-    assert prefers_staging(num_runs=100, num_host_runs=1, num_bytes=100 * 2**16)
-    assert not prefers_staging(num_runs=100, num_host_runs=90, num_bytes=100 * 2**16)
-    assert not prefers_staging(num_runs=100, num_host_runs=1, num_bytes=100 * 2**20)
-    assert not prefers_staging(num_runs=1, num_host_runs=1, num_bytes=2**10)
 
 
 def test_copies_run_beside_the_caller_and_lanes_beside_one_another(engine):
@@ -225,28 +218,6 @@ def test_a_copy_that_makes_no_sense_is_refused_at_once(engine, change, message):
     fits = {"src_pool": pool(4), "src_ids": [0, 1], "dst_pool": pool(4), "dst_ids": [2, 3], "direction": D2H}
     with pytest.raises(ValueError, match=message):
         engine.copy_blocks(**fits | change)
-
-
-def test_what_is_queued_when_the_engine_closes_is_still_copied():
-    source, target = pool(4, noise=1), pool(4)
-    with closing(CopyEngine("cpu")) as engine:
-        handles = [engine.copy_blocks(source, [i], target, [i], D2H) for i in range(4)]
-    assert all(handle.done() for handle in handles)
-    assert torch.equal(source.data, target.data)
-
-
-def test_an_inline_copy_is_over_when_it_was_asked_for():
-    source, target = pool(4, noise=1), pool(4)
-    before = threading.active_count()
-    with closing(CopyEngine("cpu", inline=True)) as engine:
-        assert threading.active_count() == before
-        handle = engine.copy_blocks(source, [0, 3], target, [2, 1], D2H)
-        assert handle.done()
-        assert torch.equal(target.data[[2, 1]], source.data[[0, 3]])
-        failed = engine.copy_rows(source.data, [0, 1], target.data, [2, 4], D2H)
-        assert failed.done()
-        with pytest.raises(CopyFailed):
-            failed.wait()
 
 
 def test_some_rows_are_kept_and_others_are_left_as_they_are(engine):

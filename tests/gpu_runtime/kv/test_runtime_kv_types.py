@@ -7,12 +7,11 @@ from hypothesis import strategies as st
 from runtime_small import SMALL, Runner
 
 from gpu_runtime.kv.pool import KVPool
-from gpu_runtime.kv.stored import FLOAT8, raw, stored_dtype, to_stored
+from gpu_runtime.kv.stored import FLOAT8, raw, to_stored
 from gpu_runtime.model.attention import AttentionBatch, write_kv
 from gpu_runtime.model.decoder import Decoder
 from kvtwin.testing.engines import limits, requests
 from kvtwin.testing.live import BLOCK_SIZE, ROWS, serve, tight_limits
-from sim.errors import UserError
 from sim.options.policies import parse_policy
 
 E4M3, E5M2 = FLOAT8
@@ -39,15 +38,6 @@ def test_by_hand():
     assert to_stored(values, E5M2).view(E5M2).tolist() == [16.0, 512.0, -57344.0, 0.0]
     assert raw(values) is values
     assert to_stored(values, torch.bfloat16).dtype is torch.bfloat16
-
-
-def test_names_and_refusals():
-    assert stored_dtype("auto", torch.float32, "cpu") is torch.float32
-    assert [stored_dtype(name, torch.float32, "cpu") for name in ("fp8", "fp8_e4m3", "fp8_e5m2")] == [E4M3, E4M3, E5M2]
-    with pytest.raises(
-        UserError, match="--kv-cache-dtype: int4 is not computed by the runtime: use auto, bfloat16, fp8"
-    ):
-        stored_dtype("int4", torch.float32, "cpu")
 
 
 @pytest.mark.parametrize("dtype", [*FLOAT8, torch.bfloat16])

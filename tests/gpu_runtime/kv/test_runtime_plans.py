@@ -91,10 +91,6 @@ def test_what_a_chunk_reads_back_is_counted():
         mistaken("layerkv", ("streamed", on(tuple, num_read=less)), chunked=True)
 
 
-def test_a_right_plan_is_not():
-    assert mistaken("layerkv", ("changes", lambda change: change)) == 0
-
-
 # -- block ids alone -----------------------------------------------------------------------------------------------
 
 
@@ -128,40 +124,6 @@ def ids():
     return Ids()
 
 
-def test_a_sequence_may_be_released_and_placed_again_in_one_plan(ids):
-    ids.replay(Place(ids.seq, (0, 1), 3, 0))
-    ids.replay(Release(ids.seq), Place(ids.seq, (1,), 3, 1))
-    assert ids.settled == [ids.seq]
-    assert ids.used == (6, 3)
-    assert list(ids.placement.held[ids.seq].host) == [0]
-
-
-def test_changes_are_carried_out_in_order(ids):
-    """There is room for what comes back only after what goes out has gone."""
-    ids = Ids(gpu=6, host=12)
-    other = Sequence(Request(1, 0.0, 10, 5))
-    ids.replay(Place(ids.seq, (0, 1), 3, 0), ids.move((0, 1), Tier.HOST, reported=False))
-    out, back = ids.replay(
-        Place(other, (0, 1), 3, 0),
-        ids.move((0, 1), Tier.HOST, reported=False)._replace(seq=other),
-        Restore(ids.seq, 12, (), (0, 1), (), 6),
-    )
-    assert out.target != back.source
-    assert sorted(out.source) == sorted(back.target) == list(range(6))
-
-
-def test_blocks_that_are_leaving_come_free_when_their_copy_ends(ids):
-    ids.replay(Place(ids.seq, (0, 1), 3, 0))
-    transfer, copy = ids.placement.begin(ids.move((1,), Tier.HOST))
-    assert ids.used == (6, 3)
-    ids.replay(Release(ids.seq))
-    # Of the other group all are free, of the one that leaves those on the host.
-    assert ids.used == (3, 0)
-    assert set(copy.source) == set(transfer.leaving)
-    ids.placement.end(transfer)
-    assert ids.used == (0, 0)
-
-
 def test_blocks_leave_in_pieces_and_come_back_in_their_order(ids):
     """A block, then two: each piece is free when its copy has ended."""
     ids.replay(Place(ids.seq, (0, 1), 3, 0))
@@ -184,43 +146,6 @@ def test_a_piece_follows_what_has_gone_and_is_there(ids, first, end):
     ids.replay(Place(ids.seq, (0, 1), 3, 0))
     with pytest.raises(InvariantError, match="0 have gone and 3 are there"):
         ids.placement.begin(ids.move((1,), Tier.HOST)._replace(first_token=first, end_token=end))
-
-
-def test_a_send_buffer_is_free_when_what_it_sends_has_gone(ids):
-    ids.replay(Place(ids.seq, (1,), 3, 1))
-    transfer = ids.placement.begin_behind(ids.move((0,), Tier.HOST))
-    ids.replay(Release(ids.seq))
-    assert ids.used == (3, 0)
-    ids.placement.end(transfer)
-    assert ids.used == (0, 0)
-
-
-def test_what_arrives_is_held_on_both_sides_until_it_is_there(ids):
-    ids.replay(Place(ids.seq, (1,), 3, 0))
-    transfer, _ = ids.placement.begin(ids.move((0,), Tier.GPU))
-    assert ids.used == (6, 3)
-    ids.placement.end(transfer)
-    assert ids.used == (6, 0)
-    assert sorted(ids.placement.held[ids.seq].gpu) == [0, 1]
-
-
-def test_what_was_on_its_way_back_is_given_up_with_the_rest(ids):
-    ids.replay(Place(ids.seq, (1,), 3, 0))
-    transfer, _ = ids.placement.begin(ids.move((0,), Tier.GPU))
-    ids.replay(Release(ids.seq))
-    assert ids.used == (0, 0)
-    ids.placement.end(transfer)
-    assert ids.used == (0, 0)
-
-
-def test_groups_grow_where_they_are_and_a_reservation_does_not(ids):
-    ids.replay(Place(ids.seq, (1,), 3, 0))
-    ids.placement.grow([(ids.seq, 12)])
-    assert ids.used == (3, 3)
-    ids.placement.grow([(ids.seq, 13)])
-    assert ids.used == (4, 4)
-    ids.placement.grow([(ids.seq, 5)])
-    assert ids.used == (4, 4)
 
 
 @pytest.mark.parametrize(

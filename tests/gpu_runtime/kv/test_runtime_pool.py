@@ -11,7 +11,6 @@ from runtime_small import SMALL
 from gpu_runtime.kv import page_locked
 from gpu_runtime.kv.block_ids import BlockIds, OutOfBlocks
 from gpu_runtime.kv.pool import KVPool
-from gpu_runtime.kv.replay.cached_blocks import CachedBlocks
 from sim.errors import InvariantError, UserError
 
 
@@ -44,24 +43,6 @@ def test_a_block_that_is_not_allocated_cannot_be_freed(wrong):
     ids.allocate(2)
     with pytest.raises(InvariantError, match="is not allocated"):
         ids.free(wrong)
-
-
-def test_a_cached_run_is_kept_hit_and_evicted_as_it_is():
-    """The cache is one more user of a run's blocks: they are free once it alone has them, and gone when it gives up."""
-    pool = BlockIds(4)
-    cached, ids = CachedBlocks(pool), pool.allocate(2)
-    cached.keep("run", ids)
-    assert cached.num_blocks == 0
-    pool.free(ids)
-    assert cached.num_blocks == 2 and cached.hit("run", 2) == ids and cached.num_blocks == 0
-    for run, words in (("run", "1 are hit"), ("other", "not there")):
-        with pytest.raises(InvariantError, match=words):
-            cached.hit(run, 1)
-    pool.free(ids)
-    cached.evict("run", 1)
-    assert [*cached.lists()] == [ids[:1]] and pool.num_free == 3
-    cached.evict("run", 0)
-    assert not list(cached.lists()) and pool.num_free == 4
 
 
 @pytest.mark.parametrize(("layer_group", "groups"), [(1, 4), (2, 2), (3, 2), (4, 1)])

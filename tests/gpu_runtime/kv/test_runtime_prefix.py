@@ -17,7 +17,6 @@ from gpu_runtime.tokens.token_ids import hash_blocks
 from gpu_runtime.tokens.trace_prompts import TracePrompts
 from kvtwin.testing import live, requests, simulate
 from kvtwin.testing.live import ALIKE, alike, tight_limits
-from sim.engine.sequence import Sequence
 from traces.request import Request
 
 CACHING = ["vllm-v1", "vllm-v1:scheduling-policy=priority", "vllm-recompute", "sarathi", "fastgen"]
@@ -159,17 +158,6 @@ def test_prompts_hold_the_same_tokens_where_they_have_the_same_names():
     assert (
         prompts(Request(5, 0.0, 6, 1)) == TracePrompts(1000, 3)(Request(5, 1.0, 6, 2)) != prompts(Request(6, 0.0, 6, 1))
     )
-
-
-def test_a_turn_sent_before_the_answer_holds_made_up_tokens():
-    prompts, (first, second) = TracePrompts(1000, 3), turns()
-    begun, early = prompts(first), prompts(second)
-    assert early[:10] == begun
-    for token in range(12):
-        prompts.hear(Sequence(first), 900 + token, 0.0)
-    later = prompts(second._replace(request_id=2))
-    assert later[10:22] == list(range(900, 912)) != early[10:22]
-    assert later[22:24] == early[22:24]
 
 
 def test_hashes_are_chained_over_full_blocks():

@@ -12,7 +12,7 @@ from gpu_runtime.kv.block_ids import BlockIds
 from gpu_runtime.kv.replay.placement import Placement
 from kvtwin.testing.conformance import limits_of
 from kvtwin.testing.engines import limits, simulate
-from sim.engine.changes import Evict, Hit, Keep, Place, Release, Split
+from sim.engine.changes import Evict, Hit, Keep, Place
 from sim.engine.plan import IterationPlan
 from sim.engine.sequence import Sequence
 from sim.errors import InvariantError
@@ -188,30 +188,6 @@ def facts():
     found.replay(Place(a, (0,), 3, 0))
     found.placement.prefixes.computed([(a, 0, 12)])
     return found
-
-
-def test_what_shares_holds_the_same_blocks(facts):
-    a, b = facts.seq("a"), facts.seq("b")
-    facts.replay(Keep(a, 0, 2, "run"), Hit(b, 0, 2, "run"), Place(b, (0,), 3, 0))
-    assert facts.ids("b")[:2] == facts.ids("a")[:2]
-    assert facts.gpu.num_free == 4
-    facts.replay(Release(a))
-    assert facts.gpu.num_free == 5
-    assert not facts.placement.cached.unwritten
-
-
-def test_a_cached_run_goes_from_hand_to_hand_and_in_parts(facts):
-    a, b = facts.seq("a"), facts.seq("b")
-    first, second, third = facts.ids("a")
-    facts.replay(Keep(a, 0, 3, "run"), Release(a))
-    assert (facts.gpu.num_free, facts.placement.cached.num_blocks) == (5, 3)
-    facts.replay(Split("run", "head", 1), Hit(b, 0, 1, "head"), Place(b, (0,), 2, 0), Evict("run", 1))
-    assert facts.ids("b")[0] == first
-    assert facts.placement.cached.num_blocks == 1
-    facts.replay(Evict("run", 0))
-    assert facts.placement.cached.num_blocks == 0
-    assert {second, third} - set(facts.ids("b"))
-    assert facts.gpu.num_free == 6
 
 
 def test_what_is_hit_before_it_is_computed_is_computed_by_what_needs_it(facts):

@@ -7,12 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from runtime_turns import converse
 from runtime_variants import TREES, policy_of
-from test_runtime_prefix_ids import Facts
 
-from gpu_runtime.kv.block_ids import OutOfBlocks
 from kvtwin.testing import live, requests
 from kvtwin.testing.live import ALIKE, alike, tight_limits
-from sim.engine.changes import Evict, Hit, Keep, Place, Release, Split
 from traces.request import Request
 
 
@@ -62,50 +59,3 @@ def test_the_next_turn_hits_the_answer_to_the_token():
     # Of 22 tokens the last has no KV.
     assert held.ended[1].num_cached_tokens == 21
     assert held.asked[1][:22] == held.asked[0] + held.said[0]
-
-
-# -- ids ---------------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def tree():
-    """Sequence `a` has three blocks of four tokens, two of them in the tree."""
-    found = Facts()
-    a = found.seq("a")
-    found.replay(Place(a, (0,), 3, 0), Keep(a, 0, 2, "node"))
-    found.placement.prefixes.computed([(a, 0, 12)])
-    return found
-
-
-def test_a_node_stays_cached_from_keep_to_evict(tree):
-    a, b = tree.seq("a"), tree.seq("b")
-    first, second, _ = tree.ids("a")
-    assert tree.placement.cached.num_blocks == 0
-    tree.replay(Split("node", "head", 1), Hit(b, 0, 1, "head"), Place(b, (0,), 2, 0), Release(a))
-    assert tree.ids("b")[0] == first
-    assert list(tree.placement.cached.lists()) == [[second], [first]]
-    assert (tree.gpu.num_free, tree.placement.cached.num_blocks) == (5, 1)
-    tree.replay(Evict("node", 0), Release(b), Evict("head", 0))
-    assert tree.gpu.num_free == 8
-
-
-def test_the_own_copy_gives_way_to_the_trees(tree):
-    b = tree.seq("b")
-    tree.replay(Place(b, (0,), 3, 0))
-    last = tree.ids("b")[2]
-    tree.replay(Hit(b, 0, 2, "node"))
-    assert tree.ids("b") == [*tree.ids("a")[:2], last]
-    assert tree.gpu.num_free == 4
-
-
-def test_blocks_are_given_out_before_those_given_up_come_free(tree):
-    """Of eight blocks three are taken and two of these idle: seven fit, once the tree has given them up."""
-    a, b = tree.seq("a"), tree.seq("b")
-    tree.replay(Release(a), Place(b, (0,), 7, 0), Keep(b, 5, 2, "late"), Evict("node", 0))
-    assert len(set(tree.ids("b"))) == 7 <= max(tree.ids("b")) + 1 <= 8
-    assert list(tree.placement.cached.lists()) == [tree.ids("b")[5:]]
-    assert tree.placement.cached.unwritten == set(tree.ids("b")[5:])
-    assert tree.gpu.num_free == 1
-    tree.gpu.check()
-    with pytest.raises(OutOfBlocks):
-        tree.replay(Place(tree.seq("c"), (0,), 4, 0), Release(b), Place(tree.seq("d"), (0,), 5, 0), Evict("late", 0))

@@ -10,20 +10,15 @@ from test_runtime_host_tier import ROWS, spread, turns
 from test_runtime_saved_states import SPLIT, SPLITS, STATE, check_host_memory
 
 from gpu_runtime.device import TorchDevice
-from gpu_runtime.kv.block_ids import BlockIds
-from gpu_runtime.kv.replay.turn_placement import StateBlocks, TurnPlacement
 from gpu_runtime.layers.saved_states import TurnStates
 from gpu_runtime.model.decoder import Decoder, DecoderLayer
 from kvtwin.testing import live, requests
 from kvtwin.testing.live import ALIKE, BLOCK_SIZE, alike, tight_limits
 from sim.cost.restoring import LayerSplit, state_share
-from sim.engine.changes import Load, Place, Restore, Store
-from sim.engine.plan import IterationPlan
-from sim.engine.sequence import Sequence
+from sim.engine.changes import Load, Restore, Store
 from sim.errors import InvariantError
 from sim.systems.hcache import saved_states
 from sim.systems.hcache.saved_states import TieredStates
-from traces.request import Request
 
 TURNS = "hcache:keeps=turns"
 MIXES = [TURNS, "sarathi:memory=tiered-states", "vllm-v1:memory=tiered-states"]
@@ -145,49 +140,3 @@ def test_what_ran_out_of_memory_is_no_sequence_s_state(monkeypatch):
         served = serve(monkeypatch, arrivals=arrivals, kind=TorchDevice)
     assert 0 < len(live.check_tokens(served, arrivals)) < len(arrivals)
     assert restores(served)
-
-
-# -- facts one by one --------------------------------------------------------------------------------------------------
-
-
-def test_a_block_s_states_are_its_own_until_it_is_written_again():
-    states = StateBlocks(3, 2)
-    states.renew([0, 1])
-    first, second = states.of[:2].tolist()
-    states.ids.share([first])
-    states.renew([0])
-    assert states.of[0] not in (first, second)
-    states.check([first])
-    states.share([2], [first])
-    states.check([first])
-    # The GPU's three and the two that are kept: more cannot be.
-    with pytest.raises(InvariantError, match="users"):
-        states.check([])
-
-
-def test_what_is_left_to_the_host_comes_back_behind_what_the_gpu_has():
-    placement = TurnPlacement(BlockIds(8), 4, 4)
-    a, b = (Sequence(Request(i, 0.0, 10, 5)) for i in range(2))
-
-    def replay(*changes):
-        plan = IterationPlan()
-        plan.changes = changes
-        copies = placement.replay(plan, lambda seq: None)
-        placement.check()
-        return copies
-
-    replay(Place(a, (0,), 3, 0))
-    own = list(placement.held[a].gpu[0])
-    states = placement.states_of([(a, 0, 12)])[a]
-    placement.prefixes.computed([(a, 0, 12)])
-    replay(Store(a, (1, 2), (71, 72)))
-    assert placement.hosted.ids() == states[1:]
-    assert placement.num_idle_hosted == 1
-    (copy,) = replay(Place(b, (0,), 4, 0), Load(b, 1, (71, 72)), Restore(b, 8, (1,), (2, 3), (0,), 4))
-    there = placement.held[b].gpu[0]
-    assert (copy.source, copy.target, copy.before) == (tuple(states[1:]), tuple(there[1:3]), (there[0],))
-    assert not placement.hosted.loading
-    # Its blocks have these states, those that it computes have new ones.
-    found = placement.states_of([(b, 12, 14)])[b]
-    assert found[1:3] == states[1:] and found[3] not in states
-    assert placement.states.of[own].tolist() == states

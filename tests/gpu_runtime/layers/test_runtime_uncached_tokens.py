@@ -214,6 +214,3 @@ def test_memory_that_runs_out_between_the_layers_leaves_no_copy_behind(monkeypat
     with running_out(DecoderLayer, "restore_kv", 0.1):
         served = serve(monkeypatch, at_random(3), inline=False)
     check_failures(served, SOME, "out of memory")
-
-
-# -- what is refused -------------------------------------------------------------------------------------------------

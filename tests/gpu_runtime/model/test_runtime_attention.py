@@ -79,25 +79,6 @@ def test_decodes_gathered_in_several_portions_give_the_same(monkeypatch, portion
     torch.testing.assert_close(paged_attention(query, pool, 2, batch), whole)
 
 
-def test_a_batch_is_laid_out_sequence_after_sequence():
-    tables = [[[5, 9], [2, 7], [4], [3]], [[1, 0], [6, 8], [3], [2]]]
-    batch = AttentionBatch.build([2, 1, 3, 2], [3, 6, 0, 1], tables, 4, "cpu")
-    assert batch.query_start.tolist() == [0, 2, 3, 6, 8]
-    assert batch.last_rows.tolist() == [1, 2, 5, 7]
-    assert batch.context_lens.tolist() == [3, 6, 0, 1]
-    assert batch.seq_lens.tolist() == [5, 7, 3, 3]
-    assert batch.positions.tolist() == [3, 4, 6, 0, 1, 2, 1, 2]
-    assert batch.block_tables.tolist() == [[[5, 9], [2, 7], [4, 0], [3, 0]], [[1, 0], [6, 8], [3, 0], [2, 0]]]
-    assert batch.slot_mapping.tolist()[0] == [23, 36, 30, 16, 17, 18, 13, 14]
-    assert batch.slot_mapping.tolist()[1] == [7, 0, 34, 12, 13, 14, 9, 10]
-    assert batch.decode_seqs.tolist() == [1]
-    assert batch.chunk_seqs.tolist() == [0, 3, 2]
-    assert (batch.num_cached_chunks, batch.num_batched_chunks) == (2, 3)
-    assert (batch.prompt_rows, batch.prompt_starts.tolist(), batch.max_prompt_len) == (slice(3, 6), [0, 3], 3)
-    assert (batch.max_query_len, batch.max_seq_len, batch.num_tokens) == (3, 7, 8)
-    assert {t.dtype for t in vars(batch).values() if isinstance(t, torch.Tensor)} == {torch.int32}
-
-
 @pytest.mark.parametrize(
     ("num_new", "context", "tables", "message"),
     [

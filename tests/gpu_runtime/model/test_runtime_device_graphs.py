@@ -195,14 +195,6 @@ def test_of_block_tables_only_what_has_changed_is_sent(monkeypatch):
         assert graph._tables.there[0, place, : rows.shape[1]].tolist() == rows[0].tolist()
 
 
-def test_a_driver_acts_around_each_layer_of_its_own():
-    runner, graph = small_graph(by_layer=True)
-    runner.step({0: [1, 2]})
-    seen = []
-    graph.run(*runner.decodes({0: [1]}), before_layer=lambda i: seen.append(-i), after_layer=seen.append)
-    assert seen == [0, 0, -1, 1, -2, 2, -3, 3]
-
-
 def test_an_iteration_without_tokens_waits_for_the_device(monkeypatch):
     """Else it would seem to end when the last of its kernels was launched, and so early that the next is charged."""
     waited = []

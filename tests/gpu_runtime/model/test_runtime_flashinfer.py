@@ -1,11 +1,8 @@
 """flashinfer's kernels behind our interface, with a stand-in that has its documented semantics on a CPU."""
 
-import importlib.util
 import inspect
-import json
 import sys
 from importlib.util import find_spec
-from pathlib import Path
 
 import flashinfer_stand_in as stand_in
 import msgspec
@@ -20,14 +17,11 @@ from gpu_runtime.model import backend, flashinfer_kernels
 from gpu_runtime.model.decode_graph import DecodeGraph
 from gpu_runtime.model.decoder import Decoder
 from gpu_runtime.model.flashinfer_kernels import build_kernels
-from gpu_runtime.model.kernels import Kernels
-from kvtwin.testing.live import small_decoder
 from sim.errors import UserError
 from sim.options.scenario import Scenario
 from sim.systems import POLICIES
 
 CPU = torch.device("cpu")
-ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture(autouse=True)
@@ -141,31 +135,6 @@ def test_what_a_backend_cannot_do_is_refused(monkeypatch, name, device, changes,
     monkeypatch.setattr(backend, "find_spec", lambda _: None if absent else object())
     with pytest.raises(UserError, match=refusal):
         backend.check_backend(name, device, dtype, msgspec.structs.replace(SMALL, **changes))
-
-
-def test_the_benchmark_prints_both(tmp_path, monkeypatch):
-    spec = importlib.util.spec_from_file_location("runtime_cuda", ROOT / "benchmarks/runtime_cuda.py")
-    benchmark = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(benchmark)
-    monkeypatch.setattr(benchmark, "check_backend", lambda *_: None)
-    computed_with, forward = [], Decoder.forward
-
-    def counted(self, *facts, **hooks):
-        computed_with.append(type(self.kernels))
-        return forward(self, *facts, **hooks)
-
-    monkeypatch.setattr(Decoder, "forward", counted)
-    decoder, figures = small_decoder(), benchmark.Figures(tmp_path / "found")
-    with torch.inference_mode():
-        benchmark.measure(decoder, [32], [(2, 20)], figures, ["decode", "prefill"], quick=True)
-    found = json.loads((tmp_path / "found.json").read_text())
-    for name in ("decode 2 x 20", "prefill 32"):
-        ours, theirs = found[name], found[f"{name}, flashinfer"]
-        assert ours["value"] > 0 and theirs["value"] > 0
-        ratio = theirs["against"] / theirs["value"]
-        assert theirs["verdict"] == f"{ratio:.2f}x as fast as ours"
-    assert set(computed_with) == {Kernels, flashinfer_kernels.FlashinferKernels}
-    assert type(decoder.kernels) is Kernels
 
 
 def function(module, name):
