@@ -118,23 +118,12 @@ HEADER = "op,latency_s,model,new_tokens,tp,num_bytes,memory,beside,graph,batch_s
 GOOD = "layers,0.001,llama-2-7b,128,1,0,pinned,,0,1"
 BAD_CELLS = [
     # column, cell, what the message must hold beside file, line, column and value
-    ("latency_s", "nan", ["not a finite number", "leave out"]),
-    ("latency_s", "-0.001", ["less than 0", "correct"]),
-    ("latency_s", "0", ["not above zero", "leave out"]),
     ("latency_s", "700", ["over 600 s", "milliseconds?", "give seconds"]),
     ("latency_s", "5e-9", ["below 1e-07 s", "which unit", "give seconds"]),
     ("latency_s", "1,5", ["11 values for 10 columns", "one for each"]),
-    ("latency_s", "12ms", ["'12ms' is not a number", "correct"]),
-    ("new_tokens", "12.5", ["'12.5' is not a whole number", "correct"]),
     ("new_tokens", "0", ["op 'layers' computes tokens", "give 1 or more"]),
-    ("new_tokens", "9" * 20, ["9" * 20, "more than 1,000,000,000", "correct"]),
-    ("tp", "0", ["less than 1", "correct"]),
-    ("model", "", ["op 'layers' needs one", "a built-in name or the path"]),
     ("op", "layer", ["'layer' is not known", "use one of layers, products"]),
     ("op", '"layers', ["not CSV", "correct the line"]),
-    ("memory", "paged", ["'paged'", "use one of pinned, pageable"]),
-    ("beside", "decode", ["'decode' is not an op", "leave it empty"]),
-    ("graph", "3", ["3", "use 0, 1 or 2"]),
 ]
 
 
@@ -161,21 +150,6 @@ def test_a_bad_cell_is_named_with_line_column_and_remedy(tmp_path, column, cell,
     assert message.startswith("line 5: ")
     if "values for" not in message and "not CSV" not in message:
         assert column in message
-    assert [part for part in parts if part not in message] == [], message
-
-
-@pytest.mark.parametrize(
-    ("row", "parts"),
-    [
-        ("h2d,1e-6,,0,1,1e9,pinned,,0,1", ["num_bytes = 1e+09 in 1e-06 s is 1e+15 B/s", "is a unit wrong?"]),
-        ("d2h,1e-3,,0,1,0,pinned,,0,1", ["num_bytes = 0.0, but op 'd2h' moves bytes", "more than 0"]),
-        ("all_reduce,1e-3,,0,1,1e6,pinned,,0,1", ["tp = 1", "2 GPUs or more", "how many took part"]),
-        ("restore,1e-3,llama-2-7b,0,1,0,pinned,,0,1", ["new_tokens = 0", "'restore' computes tokens"]),
-    ],
-)
-def test_a_row_against_its_op_or_physics_is_named(tmp_path, row, parts):
-    message = refusal(tmp_path / "bad.csv", f"{HEADER}\n{GOOD}\n{row}\n")
-    assert message.startswith("line 3: ")
     assert [part for part in parts if part not in message] == [], message
 
 

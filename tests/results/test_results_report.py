@@ -1,7 +1,6 @@
 """The printed reports and the comparison's files: exact texts and numbers from small hand-made results."""
 
 import json
-from dataclasses import replace
 
 import pytest
 from msgspec import structs
@@ -10,7 +9,7 @@ from small_results import counts, lanes, small_result
 from sim.results.comparison import Cell, comparison_lines, table, write_comparison
 from sim.results.comparison_sentences import sentences
 from sim.results.load import mean_decoding
-from sim.results.report import ATTAINED, deployment, metric_values, run_lines
+from sim.results.report import ATTAINED, metric_values, run_lines
 from sim.results.sections import SLOClass, TierUse
 
 
@@ -83,13 +82,6 @@ def test_each_class_of_slos_has_its_row(tmp_path):
     assert any(line.startswith("SLOs met: ttft:500 tpot:50 (%)") for line in comparison_lines(runs, tmp_path))
 
 
-def test_what_is_quantised_is_told():
-    plain = result_of()
-    assert deployment(plain).startswith("llama-2-7b on ")
-    fp8 = replace(plain.scenario, quantization="fp8", kv_cache_dtype="fp8_e4m3")
-    assert deployment(structs.replace(plain, scenario=fp8)).startswith("llama-2-7b in fp8, KV in fp8_e4m3, on ")
-
-
 def empty(policy="vllm-recompute"):
     """A run of which no request completed."""
     return small_result(policy=policy)
@@ -116,28 +108,6 @@ def test_run_is_summed_up_in_80_columns(tmp_path):
     assert "Time to first token            5,100.00     2,550.00    15,300.00" in lines
     assert max(len(line) for line in lines if not line.startswith("Results")) <= 80
     assert all(line.isascii() for line in lines if not line.startswith("Results"))
-
-
-@pytest.mark.parametrize("result", [empty(), result_of(std_ttft_ms=None, mean_itl_ms=None, makespan_s=0.0)])
-def test_missing_numbers_print_as_dashes(tmp_path, result):
-    text = "\n".join(run_lines(result, tmp_path))
-    assert "None" not in text
-    assert "nan" not in text
-
-
-@pytest.mark.parametrize(
-    ("options", "backend", "said"),
-    [
-        ({"async_scheduling": False}, "kvtwin-sim", True),
-        ({"async_scheduling": True}, "kvtwin-sim", False),
-        ({}, "kvtwin-sim", False),
-    ],
-)
-def test_a_run_in_series_names_the_flag_for_what_vllm_does_by_default(tmp_path, options, backend, said):
-    result = result_of("vllm-v1", backend=backend)
-    result = structs.replace(result, scenario=replace(result.scenario, policy_options=options))
-    lines = [line for line in run_lines(result, tmp_path) if "--async-scheduling" in line]
-    assert lines == ["Scheduling:                       serial; vLLM's default is --async-scheduling"] * said
 
 
 def test_requests_past_their_first_token_follow_littles_law():
@@ -187,40 +157,6 @@ def test_sentences_say_what_differs_and_by_how_much():
         "Preemptions: 0 instead of 40. End to end a request takes 20.4 s instead of 15.1 s on average. "
         "The SLOs are met by 90 % of the requests, instead of 75 %."
     ]
-
-
-def test_a_tail_against_the_mean_is_told():
-    (text,) = sentences([result_of(), layerkv(p99_ttft_ms=30_600.0)])
-    assert "But P99 TTFT rises from 15.3 s to 30.6 s (2.00x)." in text
-
-
-def test_only_what_parks_is_said_to_have_waited_for_room():
-    (text,) = sentences([result_of(), result_of("vllm-swap", mean_tpot_ms=82.0)])
-    assert "Mean TPOT rises from 41 ms to 82 ms (2.00x)" in text and "wait for room" not in text
-    (text,) = sentences([result_of(), layerkv(counters=counts(parked=1))])
-    assert "wait for room for all its layers on the GPU once, part of its TPOT" in text
-
-
-def test_nothing_differs():
-    assert sentences([result_of(), result_of("vllm-swap", mean_ttft_ms=5110.0)]) == [
-        "vllm-swap and vllm-recompute do not differ: every latency, queueing and throughput is the same within 1 %."
-    ]
-
-
-def test_runs_over_different_requests_are_not_compared_silently():
-    (text,) = sentences([result_of(), layerkv(completed=150, complete=False)])
-    assert text.startswith(
-        "layerkv ended early, so its figures cover only the requests that ended. "
-        "vllm-recompute completes 200 requests and layerkv 150, so their means are over different requests."
-    )
-
-
-def test_nothing_completed_gives_counts_only(tmp_path):
-    assert sentences([empty(), empty("layerkv")]) == ["Neither vllm-recompute nor layerkv completes a request."]
-    assert sentences([result_of(), empty("layerkv")]) == [
-        "vllm-recompute completes 200 requests and layerkv 0, so their means are over different requests."
-    ]
-    assert not any("None" in line for line in comparison_lines([empty(), empty("layerkv")], tmp_path))
 
 
 def test_comparison_files_hold_metrics_ratios_and_links(tmp_path):
