@@ -77,12 +77,13 @@ def pipelined_s(compute_s: float, layers: int, copied: int, copy_s: float, lane_
 def streamed_s(compute_s: float, layers: int, read_s: float, written_s: float, lane_wait_s: float) -> float:
     """Duration of a pass over `layers` equal layers, each of which waits for its KV and sends out what it writes.
 
-    Layer l starts at max(layer l-1 done, its KV arrived); the copies in follow one another from `lane_wait_s` on, the
-    copies out once their layers are computed. A flow shop of three lanes and equal jobs: one job's whole way, and the
-    longest lane's time for the others.
+    Layer l starts at max(layer l-1 done, its KV arrived); the copies in follow one another from `lane_wait_s` on (below
+    0: they began before the pass), the copies out once their layers are computed. A flow shop of three lanes and equal
+    jobs: one job's whole way, and the longest lane's time for the others.
     """
     longest_s = max(max(compute_s, read_s), written_s)
-    return lane_wait_s + (compute_s + read_s + written_s) / layers + longest_s * (layers - 1) / layers
+    seconds = lane_wait_s + (compute_s + read_s + written_s) / layers + longest_s * (layers - 1) / layers
+    return seconds if lane_wait_s >= 0.0 else max(seconds, streamed_s(compute_s, layers, 0.0, written_s, 0.0))
 
 
 def restored_s(classes: Iterable[LayerTimes]) -> float:

@@ -112,8 +112,8 @@ class Pricer:
         self._out_s = lru_cache(maxsize=KNOWN_COPIES)(partial(self._copied_s, D2H))
         self._in_s = lru_cache(maxsize=KNOWN_COPIES)(partial(self._copied_s, H2D))
         self._finish_at, self._ends_at = finish_at, ends_at
-        self.started_s = 0.0
-        """When the last computation that had to wait for copies began, s."""
+        self._waits_s = self.started_s = 0.0
+        """When the last computation that had to wait for copies was ready to, and when it began, s."""
 
     def copy_s(self, num_blocks: int, direction: Direction) -> float:
         """Copy of so many pool blocks."""
@@ -140,6 +140,7 @@ class Pricer:
         if plan.swapped_out_blocks or plan.swapped_in_blocks or plan.mixed_restores:
             start_s = self._before(plan, start_s)
         if plan.awaited:
+            self._waits_s = start_s
             start_s = self.started_s = self._await(plan, start_s)
         compute_s = self.cost.iteration_s(plan)
         if plan.decode_shared_tokens:
@@ -231,15 +232,18 @@ class Pricer:
         """Every layer waits for its KV from the host; returns the pass's duration."""
         lanes = self.lanes
         read_s, written_s = self._streams(plan)
-        wait_s = max(0.0, lanes.h2d.free_s - start_s)
-        if isinstance(record := plan.streamed[-1], Rebuilt):
+        read_from_s = start_s
+        if isinstance(record := plan.streamed[-1], Gathered) and plan.awaited:
+            read_from_s = max(self._waits_s, self._ends_at(plan.awaited[: record.after]))
+        wait_s = max(read_from_s, lanes.h2d.free_s) - start_s
+        if isinstance(record, Rebuilt):
             copied_s = lanes.h2d.reserve(start_s, read_s * stretch, "stream KV") - start_s if read_s else 0.0
             seconds = self._rebuilt_s(plan, record, compute_s, read_s * stretch, copied_s)
             if written_s:
                 written_s = lanes.d2h.reserve(start_s, written_s * stretch, "stream KV") - start_s
             return max(seconds, written_s)
         seconds = streamed_s(compute_s, self.layers, read_s * stretch, written_s * stretch, wait_s)
-        lanes.h2d.reserve(start_s, read_s * stretch, "stream KV")
+        lanes.h2d.reserve(read_from_s, read_s * stretch, "stream KV")
         if written_s:
             lanes.d2h.reserve(start_s + seconds - written_s * stretch, written_s * stretch, "stream KV")
         return seconds

@@ -210,12 +210,16 @@ class Streamed(NamedTuple):
 
 
 class Gathered(NamedTuple):
-    """As `Streamed`, by kernels that copy at the link's rate, however small the blocks: each takes `s_per_block`, s."""
+    """As `Streamed`, by kernels that copy at the link's rate, however small the blocks: each takes `s_per_block`, s.
+
+    Of the plan's `awaited` copies it begins after the first `after`: the computation waits for others beside it.
+    """
 
     num_groups: int
     num_read: int
     num_written: int
     s_per_block: float
+    after: int = 0
 
 
 class Projected(NamedTuple):

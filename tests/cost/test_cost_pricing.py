@@ -15,7 +15,7 @@ from sim.cost.model import LayerTimes
 from sim.cost.pricing import Lanes, Pricer
 from sim.cost.profile import load_profile
 from sim.cost.roofline import RooflineCost, projection_flops
-from sim.engine.changes import Move, Projected, Restore, Streamed, Tier
+from sim.engine.changes import Gathered, Move, Projected, Restore, Streamed, Tier
 from sim.engine.layers import offloaded_layers, retained_layers
 from sim.engine.plan import IterationPlan
 from sim.engine.sequence import Sequence
@@ -168,7 +168,7 @@ def by_layers(compute_s: float, layers: int, read_s: float, written_s: float, wa
     return written
 
 
-@given(st.integers(1, 80), st.floats(0.01, 2), seconds, seconds, seconds)
+@given(st.integers(1, 80), st.floats(0.01, 2), seconds, seconds, st.one_of(seconds, st.floats(-2, 0)))
 def test_a_stream_is_the_layer_recurrence(
     layers: int, compute_s: float, read_s: float, written_s: float, wait_s: float
 ) -> None:
@@ -208,6 +208,26 @@ def ends_of(first_end_s: float, second_s: float, slope_s: float, iterations: int
     for i in range(iterations - 1):
         ends.append(ends[-1] + second_s + i * slope_s)
     return ends
+
+
+@pytest.mark.parametrize(("after", "end_s"), [(0, 1.8), (1, 1.9), (2, 2.4)], ids=["no copy", "the first", "both"])
+def test_what_a_computation_loads_begins_after_some_of_the_copies_that_it_waits_for(after: int, end_s: float) -> None:
+    """Four layers compute in 0.8 s, once two copies of 0.5 s have ended; their KV comes in 1.2 s.
+
+    From 0 s on a layer has it each 0.3 s: no layer waits. From 0.5 s the last has it at 1.7 s, from 1 s at 2.2 s, and
+    computes for 0.2 s more.
+    """
+    on, ends = linear_machine(4.0, decode=(0.8, 0.0, 0.0)), {}
+    pricer = Pricer(
+        on.cost, Lanes(), lambda end_s, move: ends.__setitem__(move, end_s), layers=4, num_groups=4, block_bytes=4.0,
+        ends_at=lambda moves: max((ends[move] for move in moves), default=0.0),
+    )  # fmt: skip
+    plan = streaming(0, 0, 1, 0, 1)
+    plan.beside = plan.awaited = tuple(
+        Move(sequence(1), (0,), place, place + 1, Tier.GPU, Tier.HOST, 1, 0, True, 0.5) for place in (0, 1)
+    )
+    plan.streamed = (Gathered(1, 3, 0, 0.4, after),)
+    assert pricer.step(plan, 0.0).end_s == pytest.approx(end_s)
 
 
 def test_a_streamed_run_stops_where_computing_becomes_longer_than_copying() -> None:

@@ -35,6 +35,8 @@ class Copies:
         self.forward, self.idle = scheduler.tp_worker.forward_batch_generation, scheduler.on_idle
         scheduler.tp_worker.forward_batch_generation = self.computed
         scheduler.on_idle = self.idled
+        self.abort, self.has_aborted = scheduler.send_abort_output, False
+        scheduler.send_abort_output = self.aborted
         self.threads = Threads(names, settings) if "storage_latency_s" in settings else None
 
     def copied(self, transfers: list, way: str) -> tuple["Completion", float, float]:
@@ -61,9 +63,18 @@ class Copies:
             self.names["device_free"] = done_s
         return self.forward(batch, *args, **others)
 
+    def aborted(self, *args: Any, **others: Any) -> None:
+        """A request is given up, and its pages are free."""
+        self.has_aborted = True
+        self.abort(*args, **others)
+
     def idled(self) -> None:
         """With nothing to compute, the next thing to happen is a copy's end or an arrival."""
         self.idle()
+        if self.has_aborted:
+            # SGLang looks again at once.
+            self.has_aborted = False
+            return
         acks = [*self.controller.ack_write_queue[:1], *self.controller.ack_load_queue[:1]]
         ends = [ack.finish_event.end_s for ack in acks]
         ends += self.threads.next_times() if self.threads else []

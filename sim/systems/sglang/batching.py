@@ -286,6 +286,7 @@ class ExtendFirst(Batching):
                 break
         if not now.chunks:
             return False
+        memory.plan_loads(plan)
         memory.extend(now.chunks)
         self._rows = [seq for seq, _ in now.chunks]
         if self.mixes and self.running:

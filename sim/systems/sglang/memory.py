@@ -302,20 +302,27 @@ class TreeMemory(Memory):
     def transfer_done(self, move: Move) -> None:
         self._ended_writes += self._writes.pop(move, ())
 
-    def plan_copies(self, plan: IterationPlan) -> None:
-        """Of a step that is planned: what its layers wait for, and what is written back before it begins."""
-        tree, tier = self.tree, self.tier
+    def plan_loads(self, plan: IterationPlan) -> None:
+        """All prompts of a step are admitted: what its layers wait for begins when room for that is written back."""
         copies = self._copies
         if (self._num_loading or self._marks_loading) and copies.load_s:
+            self._plan_written_back(plan)
             num, s_each = mixed(self._num_loading, copies.load_s, self._marks_loading, copies.mark_load_s)
-            plan.streamed += (Gathered(1, num, 0, s_each),)
+            plan.streamed += (Gathered(1, num, 0, s_each, len(plan.awaited)),)
         self._num_loading = self._marks_loading = 0
-        if (tree.num_written_back or tree.marks_written_back) and copies.write_s:
+
+    def plan_copies(self, plan: IterationPlan) -> None:
+        """Of a step that is planned: what is written back before it begins."""
+        self._plan_written_back(plan)
+        self.tier.stored_blocks, self.tier.evicted_blocks = self.tree.num_written, self.tree.num_host_evicted
+
+    def _plan_written_back(self, plan: IterationPlan) -> None:
+        tree = self.tree
+        if (tree.num_written_back or tree.marks_written_back) and self._copies.write_s:
             move = self._copy(tree.num_written_back, tree.marks_written_back)
             self.scheduler.beside.append(move)
             plan.awaited += (move,)
         tree.num_written_back = tree.marks_written_back = 0
-        tier.stored_blocks, tier.evicted_blocks = tree.num_written, tree.num_host_evicted
 
     def hold(self, seq: Sequence) -> int:
         """`seq` is admitted: what it hits is its own. Returns how many tokens that are."""

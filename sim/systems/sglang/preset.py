@@ -13,7 +13,7 @@ Assumed:
 - HiCache's copies go at the link's rate, whatever the page: SGLang's kernels gather. Prices without a copy's (`linear`
   with 0 s a block) have free ones, over at once.
 - What is written back is waited for, by the host as well. In SGLang the tokens of the step in flight are told after
-  that (here: when they are computed), and what a step loads may come meanwhile (here: after it).
+  that; here when they are computed.
 - Storage behind the host (L3, `storage`) takes the times of SGLang's backend `sim`; what it has already is not written
   again. A request that found nothing there asks again after so many steps; while nothing runs, after so many events.
 - A host that only stages for storage (`buffer_only`) is not simulated, nor storage of layers with a window or a state.
