@@ -34,7 +34,7 @@ SGLANG_FLAGS = {
     "max_num_batched_tokens": "--chunked-prefill-size", "max_num_seqs": "--max-running-requests",
     "max_model_len": "--context-length", "block_size": "--page-size", "pipeline_parallel_size": "--pp-size",
     "dtype": "--dtype", "quantization": "--quantization", "kv_cache_dtype": "--kv-cache-dtype",
-    "data_parallel_size": "--dp-size",
+    "data_parallel_size": "--dp-size", "enable_expert_parallel": "--ep-size",
 }  # fmt: skip
 """Options of ours that SGLang's server calls otherwise."""
 UNTOLD_BY_SGLANG = ("max_new_tokens", "ignore_eos", "lpm_longest")
@@ -186,6 +186,8 @@ def _sglang(options: Mapping[str, Any], tp: int, count: int) -> list[str]:
     if "--enable-dp-attention" in told:
         # SGLang counts the GPUs of all ranks.
         tp *= options.get("data_parallel_size") or 1
+    if "--ep-size" in told:
+        told["--ep-size"] = tp
     words += ["--tp", str(tp)] * (tp > 1) + ["--dp", str(count)] * (count > 1)
     if told.get("--kv-cache-dtype") == "fp8":
         told["--kv-cache-dtype"] = "fp8_e4m3"

@@ -319,6 +319,11 @@ def test_the_commands_that_serve_say_what_the_deployment_does():
         "python -m sglang.launch_server --model-path deepseek-ai/DeepSeek-V3 --tp 8 --dp-size 4 --enable-dp-attention "
         "--moe-a2a-backend deepep"
     ]
+    whole = {"policy": "sglang:enable-dp-attention=true", "enable_expert_parallel": True}
+    assert serve_commands({**ranks, **whole}) == [
+        "python -m sglang.launch_server --model-path deepseek-ai/DeepSeek-V3 --tp 8 --dp-size 4 --ep-size 8 "
+        "--enable-dp-attention"
+    ]
     uneven = {"pipeline_parallel_size": 2, "pp_layer_partition": "30,31", "enable_expert_parallel": True}
     assert serve_commands({**ranks, **uneven, "all2all_backend": "deepep_low_latency"}) == [
         "env VLLM_PP_LAYER_PARTITION=30,31 vllm serve deepseek-ai/DeepSeek-V3 --tensor-parallel-size 2 "
