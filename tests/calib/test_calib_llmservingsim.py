@@ -62,12 +62,6 @@ def test_samples_are_sums_of_kernels(folder):
     assert "MIT" in provenance["tables"]
 
 
-def test_decodes_after_less_than_a_tile_are_no_samples(folder):
-    assert not any(map(llmservingsim.is_sampled, ((0, 0, 8, 64), (0, 0, 8, 0))))
-    assert llmservingsim.is_sampled((16, 64, 0, 64))
-    assert llmservingsim.is_sampled((0, 0, 8, 128)) and llmservingsim.is_sampled((16, 64, 0, 0))
-
-
 def test_shipped_samples_are_those_taken_of_a_table_that_has_more(tmp_path):
     """No more rows and no fewer: neighbours of what ships are left out."""
     samples = read_samples(DATA / "rtx-4090-imported.csv.gz")

@@ -111,7 +111,7 @@ class Leaving(CheckedEngine):
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(
     rows=st.lists(st.tuples(st.floats(0.0, 2.0), st.integers(1, 150), st.integers(1, 60)), min_size=1, max_size=20),
     gpu=st.integers(20, 50),

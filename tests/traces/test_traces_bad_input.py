@@ -1,7 +1,6 @@
 """Bad input ends in one line that names file, line, field, value and remedy."""
 
 import errno
-import gzip
 import json
 import os
 
@@ -96,34 +95,23 @@ COLUMNS = "arrival_s,prompt_tokens,output_tokens"
 SELF = "symbolic link"
 NO_TRACES = {
     # What is in the file, options, and what is told after its name.
-    "a column misspelt": ("TIMESTAMP,ContextToken,GeneratedTokens", {}, "line 1: .*nearest: azure.*'ContextToken' to"),
     "no column known": ("a,b,c", {}, f"line 1: .*no known format.*write the columns {COLUMNS}"),
     "columns that lack": ("arrival_s,zzz", {}, "line 1: .*nearest: kvtwin.*add prompt_tokens,output_tokens"),
     # One that is like a column that lacks; one that is needed itself is left alone.
     "a like column": ("arrival_s,zzz,output_token", {}, "rename column 'output_token' to 'output_tokens'"),
     "an optional one": (f"{COLUMNS},sesion_id", {}, "'sesion_id'.*did you mean 'session_id'"),
     "an object of nothing known": ('{"text": 1}', {}, "line 1: .*no known format.*timestamp"),
-    "of a format given": (
-        "arrival,prompt_tokens,output_tokens\n1,2,3", {"format": "kvtwin"},
-        "line 1: header .* no column 'arrival_s'; rename column 'arrival'",
-    ),
     "and needed": (
         "arrival_s,output_tokens\n1,2", {"format": "kvtwin"},
         "no column 'prompt_tokens'; the header needs arrival_s,prompt_tokens,output_",
     ),
     "a format that is none": (OWN, {"format": "azur"}, r"format 'azur' is unknown; did you mean 'azure'\?"),
-    "a column twice": (f"{COLUMNS},prompt_tokens\n0,5,6,7", {}, "line 1: header .* has column 'prompt_tokens' twice"),
-    "empty": (b"", {}, "is empty"),
-    "a header alone": (COLUMNS, {}, "holds no request"),
-    "no UTF-8": (OWN.encode() + b"1.0,5,\xff\n", {}, "line 3: byte 0xff at column 7 is not UTF-8.*re-encode"),
     "far on in a line": (
         OWN.encode() + "é".encode() * 99_999 + b"\xff\n", {}, "line 3: byte 0xff at column 199999 is not UTF-8"
     ),
-    "half a gzip": (gzip.compress(OWN.encode() * 500, mtime=0)[:-20], {}, "damaged gzip file"),
     "not there": (None, {}, "no such file; check the path"),
     "a circle of links": (SELF, {}, rf"cannot be read \({os.strerror(errno.ELOOP)}\); check the path and its rights"),
     "before 0 when sorted": (OWN + "-1.5,5,2\n", {"sort": True}, r"times start at -1\.5 s, before 0; shift the trace"),
-    "a unit of stamps": (AZURE, {"time_unit": "ms"}, "date stamps"),
 }  # fmt: skip
 
 
