@@ -169,14 +169,6 @@ def test_a_run_put_where_a_comparison_had_one_is_refused(compared, tmp_path, cap
     assert f"{place}/result.json: completed is 3, in comparison.json above it 60: " in capsys.readouterr().err
 
 
-def test_a_far_slo_leaves_the_curves_room_and_rounding_reads_as_nothing(compared):
-    (section,) = read_sections([compared])
-    run = section.runs[0]
-    far = structs.replace(run.result, scenario=replace(run.result.scenario, goodput=("ttft:900000",)))
-    (ttft,) = [chart for chart in charts([replace(run, result=far)]) if chart.name == "ttft"]
-    assert ttft.layout["xaxis"]["type"] == "log" and ttft.layout["shapes"][0]["x0"] == 900.0
-
-
 def test_seconds_and_shares_read_at_their_limits():
     texts = {
         -7e-13: "0 ms", 4.9e-7: "0 ms", 5e-7: "0.0005 ms", 6e-6: "0.006 ms", 0.9994: "999 ms", 0.9995: "1 s",

@@ -9,7 +9,6 @@ import kvtwin
 from sim.errors import UserError
 from sim.study.points import setup_of
 from sim.study.reproduce import NOT, PARTLY, REPRODUCED, Found, _verdict, digits, rows_of, run_setups, table
-from sim.study.reproduce_figure import figure_of
 from sim.study.setup_files import SETUPS as SETUPS_FOLDER
 from sim.study.setup_files import Claim, PaperSetup, chosen, read_setups, value_of
 from sim.study.sweep import Means
@@ -153,26 +152,6 @@ def test_of_nothing_there_is_no_share_but_a_difference():
 def test_three_digits_and_no_exponent():
     values = {0.0: "0", 0.001: "0.001", 0.12345: "0.123", -2.5: "-2.5", 999.4: "999", 999.7: "1,000", 1234.5: "1,234"}
     assert {value: digits(value) for value in values} == values
-
-
-@pytest.mark.parametrize(
-    ("slowest_ms", "name", "scale", "top"),
-    [(9_000.0, "mean TTFT, ms", "linear", 9_000.0), (12_000.0, "mean TTFT, s", "log", 12.0)],
-)
-def test_panels_of_a_row_share_unit_and_scale(slowest_ms: float, name: str, scale: str, top: float):
-    claim = Claim("less", 2.5, "mean_ttft_ms", "a", "b")
-    one = found(claim, {("a", 1): slowest_ms, ("a", 2): 390.0, ("b", 1): 500.0, ("b", 2): 600.0})
-    cases = {("one", x, label): result for (_, x, label), result in one.results.items()}
-    cases |= {("two", x, label): {"mean_ttft_ms": 400.0, "counters": {}} for x in (1, 2) for label in "ab"}
-    setup = msgspec.structs.replace(one.setup, cases={"one": {}, "two": {}})
-    first, second = figure_of(Found(setup, cases, {})).axes
-    assert first.get_ylabel() == name
-    assert first.get_yscale() == second.get_yscale() == scale
-    assert first.get_ylim()[1] > top
-    if scale == "linear":
-        assert first.get_ylim()[0] == second.get_ylim()[0] == 0.0
-    assert [line.get_ydata()[0] for line in first.get_lines()] == [top, pytest.approx(500.0 * top / slowest_ms)]
-    assert [text.get_text() for text in first.get_legend().get_texts()] == ["a", "b"]
 
 
 def test_numbers_made_of_several():

@@ -4,12 +4,10 @@ import csv
 import json
 import signal
 from dataclasses import replace
-from pathlib import Path
 from statistics import median
 from types import SimpleNamespace
 
 import msgspec
-import numpy as np
 import psutil
 import pytest
 from runtime_variants import policy_of
@@ -20,10 +18,8 @@ from gpu_runtime.instance import LiveInstance
 from gpu_runtime.live import LiveOptions
 from gpu_runtime.machine.live_memory import fit_to_machine
 from gpu_runtime.twin import probe
-from gpu_runtime.twin.against_figure import draw_against
 from gpu_runtime.twin.agreement import Validation, agreements, markdown, verdict
 from gpu_runtime.twin.iterations import IterationAgreement, KindAgreement
-from kvtwin.testing import requests
 from kvtwin.testing.live import small_decoder
 from sim.errors import UserError
 from sim.files import folder_name
@@ -31,10 +27,8 @@ from sim.options.scenario import Scenario
 from sim.parts.options import GIB
 from sim.run.files import carry_out
 from sim.run.prepare import prepare
-from sim.run.served import Times
 from sim.systems import POLICIES
 from traces.request import Request
-from traces.served import ServedRun
 from traces.writers import write_trace
 
 SCENARIO = Scenario(model="qwen3-0.6b", gpu="cpu", workload="fixed", input_len=9, output_len=9, dtype="float32")
@@ -131,16 +125,6 @@ def test_metrics_that_agree_excuse_no_iterations():
 def report(found, slowness, disturbed=0, agrees=True):
     runs = len(slowness) // 2
     return markdown(Validation("x", agrees, slowness, disturbed, found, NONE), runs)
-
-
-def test_the_report_says_what_the_machine_did():
-    found = agreements(run(105.0), [run(100.0)] * 2)
-    quiet = report(found, [0.95, 1.0, 1.0, 1.08])
-    assert "a probe took 0.95 to 1.08 times what the profile says.\n" in quiet
-    assert "The twin agrees: " in quiet and "**does not agree**" in report(found, [1.0] * 4, agrees=False)
-    loud = report(found, [0.95, 1.0, 1.0, 1.45], 3)
-    assert "not what was calibrated" in loud and "(3 more runs were disturbed" in loud
-    assert "**Not judged**: around 9 of 10 live runs" in report(found, [0.95, 1.0], 9, agrees=None)
 
 
 def validate(tmp_path, *flags, **config_fields):
@@ -397,26 +381,3 @@ def test_sigterm_leaves_what_is_finished(tmp_path, monkeypatch, command, place):
     assert kvtwin.main([command, *words, "--out", str(out)]) == 143
     result = json.loads((out / place / "result.json").read_text())
     assert (result["complete"], result["completed"]) == (False, 3)
-
-
-def test_each_panel_has_what_its_title_says():
-    rows = requests((0.0, 10, 3), (1.0, 10, 1), (2.0, 10, 2))
-    theirs = Times(np.array([0.5, 1.0, 0.25]), np.array([0.25, np.nan, 0.5]), np.array([1.0, 1.0, 0.75]))
-    ours = Times(np.array([0.4, 0.9, 0.2]), np.array([0.2, np.nan, 0.4]), np.array([0.8, 0.9, 0.6]))
-    served = ServedRun(Path("run.json"), rows, theirs.ttft_s.tolist(), theirs.e2el_s.tolist(), [()] * 3, 0)
-    ttft, tpot, over_run, against = axes = draw_against("vllm-v1", served, ours, theirs).axes
-    assert [ax.get_title(loc="left") for ax in axes] == [
-        "Time to first token", "Time per output token", "TTFT over the run", "Request against request",
-    ]  # fmt: skip
-    for ax, simulated, measured in ((ttft, [0.2, 0.4, 0.9], [0.25, 0.5, 1.0]), (tpot, [0.2, 0.4], [0.25, 0.5])):
-        shares = [100 * (i + 1) / len(measured) for i in range(len(measured))]
-        lines = {line.get_label(): line for line in ax.get_lines()}
-        for name, values in (("simulated", simulated), ("measured", measured)):
-            assert lines[name].get_xdata().tolist() == values
-            assert lines[name].get_ydata().tolist() == pytest.approx(shares)
-        assert [text.get_text() for text in ax.get_legend().get_texts()] == ["simulated", "measured"]
-    shown = {line.get_label(): line.get_ydata().tolist() for line in over_run.get_lines()}
-    assert shown == {"measured": [0.5, 1.0, 0.25], "simulated": [0.4, 0.9, 0.2]}
-    diagonal, dots = against.get_lines()
-    assert list(diagonal.get_xdata()) == list(diagonal.get_ydata()) == [0.6, 1.0]
-    assert (dots.get_xdata().tolist(), dots.get_ydata().tolist()) == ([1.0, 1.0, 0.75], [0.8, 0.9, 0.6])
