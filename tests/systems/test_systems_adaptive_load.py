@@ -201,6 +201,15 @@ def test_seats_are_made_free_for_as_many_prompts_as_a_chunk_has():
     assert good_of(scenario) >= 500
 
 
+def test_those_that_take_turns_all_keep_their_tpot():
+    """The cheapest came back first and kept coming: the others missed their TPOT, half decoded. 780 were good."""
+    scenario = Scenario(
+        model="mistral-7b-v0.1", gpu="a100-40g", workload="uniform", input_len=99, output_len=153, num_prompts=1000,
+        request_rate=40.0, seed=3, goodput=("ttft:2000", "tpot:87"), max_num_seqs=64,
+    )  # fmt: skip
+    assert good_of(scenario) >= 820
+
+
 def test_a_deferred_prompt_is_cut_no_finer_than_its_first_token_allows():
     """Most were deferred, started in time and got their first token a little late: 107 of 250 were good."""
     scenario = Scenario(

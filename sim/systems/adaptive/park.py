@@ -1,7 +1,8 @@
 """`Park`: sequences leave for the host, beside the computation, where others pay better, and return by rank.
 
-Rank is `Triage`'s place: kept before deferred before hopeless, the cheapest to finish first. Sequences leave when one
-that is kept lacks room (the first of those parked, or the prompts that wait, for a chunk of them at once):
+Rank is `Triage`'s place: deferred before hopeless, the cheapest to finish first. Before them those that are kept take
+turns, the one with the least time to lose first. Sequences leave when one that is kept lacks room (the first of those
+parked, or the prompts that wait, for a chunk of them at once):
 
 - one that is not kept, the dearest first;
 - one that has joined since and would stand behind the parked head;
@@ -34,7 +35,7 @@ from sim.parts.eviction.recompute import Recompute
 from sim.parts.needs import Need
 from sim.systems.adaptive.mechanism import Mechanism
 from sim.systems.adaptive.options import AdaptiveOptions
-from sim.systems.adaptive.triage import HOPELESS, KEPT, Place, Triage
+from sim.systems.adaptive.triage import DEFERRED, HOPELESS, KEPT, Place, Triage
 
 if TYPE_CHECKING:
     from sim.engine.scheduler import Scheduler
@@ -158,9 +159,12 @@ class Park(Recompute):
         """Of one that is parked: the first returns first."""
         order = self.order
         outlook = order.look(seq)
-        kind = order.class_of(seq, outlook, order.laxity_s(outlook, iteration_s))
-        # Of those that are kept, too, the cheapest returns first.
-        key = seq.request.arrival_s if kind == HOPELESS else order.rank_s(seq, outlook)
+        laxity_s = order.laxity_s(outlook, iteration_s)
+        kind = order.class_of(seq, outlook, laxity_s)
+        if kind == KEPT:
+            # Behind the cheapest, which keep coming, the dear would come too late with half of their tokens.
+            return kind, laxity_s, seq.request.request_id
+        key = order.rank_s(seq, outlook) if kind == DEFERRED else seq.request.arrival_s
         return kind, key, seq.request.request_id
 
     def _first(self, iteration_s: float) -> Sequence | None:
