@@ -439,6 +439,8 @@ REFUSED = [
     ({"quantization_config": {"quant_method": "gptq", "bits": "x" * 59}}, [f"bits = '{'x' * 56}... cannot"]),
     ({"quantization_config": block_fp8(ignore=["re:("])}, ["ignore", "does not compile"]),
     ({"quantization_config": block_fp8(kv_cache_scheme="int3")}, ["kv_cache_scheme", "int3"]),
+    ({"quantization_config": 3}, ["quantization_config = 3", "expected an object or null"]),
+    ({"hidden_size": 10**12}, ["hidden_size", "is more than"]),
     (EXPERTS | {"num_experts": 4, "mlp_only_layers": 1}, ["mlp_only_layers", "must be a list of layer numbers"]),
     (STATES | {"layer_types": None}, ["full_attention_interval is missing"]),
     (STATES | {"layer_types": ["linear_attention"] * 2}, ["no layer attends"]),
