@@ -99,15 +99,16 @@ class HybridMemory(Memory):
 
     def _look_up(self, table: Table, limit: int) -> Match:
         """At most `limit` blocks."""
-        find, keys = self.cache.find, table.keys_until(limit)
+        limit = min(limit, table.num_named)
+        find, key = self.cache.find, table.key
         longest = limit
         if self._full:
             longest = 0
-            while longest < limit and all(find(group, keys[longest]) for group in self._full):
+            while longest < limit and all(find(group, key(longest)) for group in self._full):
                 longest += 1
         hit = begin = 0
         for begin in range(longest - 1, -1, -1):
-            if not all(find(group, keys[begin]) for group in self._windowed):
+            if not all(find(group, key(begin)) for group in self._windowed):
                 hit = 0
                 continue
             hit = hit or begin + 1
@@ -115,7 +116,7 @@ class HybridMemory(Memory):
                 break
         first = self._num_left(hit * self.block_size)
         cached = tuple(
-            {place: found for place in range(begin, hit) if (found := find(group, keys[place]))}
+            {place: found for place in range(begin, hit) if (found := find(group, key(place)))}
             for group, begin in enumerate([0] * len(self._full) + [first] * len(self._windowed))
         )
         return Match(hit, cached, longest if self._full and hit < longest else 0)
@@ -199,6 +200,9 @@ class HybridMemory(Memory):
 
     def _leave(self, table: Table, num_computed: int) -> None:
         """Give back what is not read by a computation that goes on from there."""
+        # Asked at nearly each step: most often the window begins in the block where it did.
+        if num_computed - self._window + 1 < (table.begin + 1) * self.block_size:
+            return
         begin = min(self._num_left(num_computed), table.end)
         if begin <= table.begin:
             return
@@ -234,14 +238,19 @@ class HybridMemory(Memory):
         """The first `num_full` blocks are full, or are about to be."""
         if not self.caches_prefixes or num_full <= table.num_published:
             return
-        ends = ((table.seq.request.prompt_tokens - 1) // self.block_size, table.junction)
-        keys = table.keys_until(num_full)
-        for place in range(table.num_published, num_full):
-            for group in self._full:
-                table.cached[group][place] = self.cache.add(group, keys[place])
-            if self._has(table, place) and any(end - self._hit_blocks <= place < end for end in ends):
-                self._cache_windows(table, place, keys[place])
+        begin, hit = table.num_published, self._hit_blocks
+        self._cache_full(table, begin, min(num_full, table.num_named))
+        ends = (table.seq.request.prompt_tokens - 1) // self.block_size, table.junction
+        for place in sorted({p for end in ends for p in range(max(begin, end - hit), min(num_full, end))}):
+            if self._has(table, place):
+                self._cache_windows(table, place, table.key(place))
         table.num_published = num_full
+
+    def _cache_full(self, table: Table, begin: int, end: int) -> None:
+        """Blocks of full groups, one by one."""
+        for place in range(begin, end):
+            for group in self._full:
+                table.cached[group][place] = self.cache.add(group, table.key(place))
 
     def _has(self, table: Table, place: int) -> bool:
         """Whether windowed groups have a block there."""
@@ -282,13 +291,14 @@ class HybridMemory(Memory):
 
     def _decode(self, table: Table, step: int, num_in_flight: int, num_unknown: int) -> None:
         """The token of a member at that step of the batch."""
-        tokens = table.seq.batch_offset + step
+        tokens, size = table.seq.batch_offset + step, self.block_size
         self._leave(table, tokens - 1 - num_in_flight)
-        self._extend(table, tokens)
-        self._publish(table, (tokens - num_unknown) // self.block_size)
-        size = self.block_size
+        if tokens > table.end * size:
+            self._extend(table, tokens)
+        if table.num_published < table.num_named:
+            self._publish(table, (tokens - num_unknown) // size)
         due = min(table.end * size + 1, (table.begin + 1) * size + self._window)
-        if self.caches_prefixes:
+        if table.num_published < table.num_named:
             due = min(due, (table.num_published + 1) * size)
         table.due = max(step + 1, due - table.seq.batch_offset)
         self._push(table)
@@ -342,13 +352,19 @@ class HybridMemory(Memory):
         table = self._tables[seq]
         computed = seq.num_computed if seq.prefilling else max(seq.num_computed, seq.num_tokens - 1)
         self._publish(table, min(computed // self.block_size, table.end))
+        ended, num_left = seq.num_generated >= seq.output_tokens, table.num_published - table.num_named
+        if num_left > 0 and not ended:
+            self._cache_full(table, table.num_named, table.num_published)
+            table.num_named = table.num_published
         unread, whole = self._unread(table, table.end), range(table.end - 1, -1, -1)
         for group in self._in_order:
+            if ended and num_left > 0 and group in self._full:
+                self.cache.let_go_own(num_left)
             self._give_back(table.cached[group], unread if group in self._windowed else whole)
             table.cached[group].clear()
         table.begin = table.end = table.num_published = seq.num_blocks = 0
         table.due = NOT_DUE
-        if seq.num_generated >= seq.output_tokens:
+        if ended:
             del self._tables[seq]
         self.scheduler.changes.append(make_release((seq,)))
 

@@ -31,11 +31,9 @@ class Table:
     """The blocks of one sequence: 0 to `end` of each full group, `begin` to `end` of each windowed one."""
 
     __slots__ = (
-        "begin", "cached", "chunk", "chunk_step", "due", "end", "junction", "keys", "num_published", "number", "seq",
-        "states",
+        "begin", "cached", "chunk", "chunk_step", "due", "end", "junction", "keys", "num_named", "num_published",
+        "number", "seq", "states",
     )  # fmt: skip
-    # Named as far as was asked for.
-    memoized = ("keys",)
 
     def __init__(self, seq: Sequence, keys: list[Key], num_groups: int) -> None:
         self.seq = seq
@@ -44,6 +42,8 @@ class Table:
         """Grows from one admission to the next."""
         self.cached: list[dict[int, CachedBlock]] = [{} for _ in range(num_groups)]
         """Of each group the blocks that others may hit, by their place; all others are its own."""
+        self.num_named = len(keys)
+        """Blocks that may be hit: those the trace names; once preempted, all. Of later ones full groups count alone."""
         self.begin = self.end = self.num_published = self.junction = 0
         self.due = NOT_DUE
         """The batch's step before which nothing happens to these blocks."""
@@ -53,8 +53,6 @@ class Table:
         self.states: list[int] = []
         """Places of each state group's blocks, rising (`StateMemory`)."""
 
-    def keys_until(self, end: int) -> list[Key]:
-        """Of at least the first `end` blocks. Those that the trace does not name are the sequence's own."""
-        if end > len(self.keys):
-            self.keys += ((self.seq.request.request_id, place) for place in range(len(self.keys), end))
-        return self.keys
+    def key(self, place: int) -> Key:
+        """Of the block there. What the trace does not name is the sequence's own."""
+        return self.keys[place] if place < len(self.keys) else (self.seq.request.request_id, place)

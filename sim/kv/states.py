@@ -112,7 +112,7 @@ class StateMemory(HybridMemory):
 
     def blocks_to_admit(self, seq: Sequence, num_tokens: int, *, whole: bool) -> int:
         match = self._match(seq)
-        if match.num_blocks and self._table(seq).keys[match.num_blocks - 1] in self._cached_now:
+        if match.num_blocks and self._table(seq).key(match.num_blocks - 1) in self._cached_now:
             return self.gpu.num_blocks + 1
         wanted = self.blocks_wanted(seq, num_tokens)
         return max(wanted, self.blocks_wanted(seq, seq.num_tokens)) if whole else wanted

@@ -106,6 +106,13 @@ def test_evictions_take_what_was_never_cached_first_and_then_the_longest_idle() 
     cache.evict(1)
     assert cache.find(0, "a") is None and cache.find(0, "b") is second
     assert cache.num_evicted == 2
+    # Blocks that nothing finds any more give way in their turn, one by one.
+    cache.let_go_own(3)
+    assert cache.let_go(second) and cache.num_idle == 4
+    cache.evict(2)
+    assert cache.find(0, "b") is second and cache.num_idle == 2
+    cache.evict(2)
+    assert cache.find(0, "b") is None and not cache.num_idle
 
 
 def test_keys_name_all_that_comes_before() -> None:
@@ -135,9 +142,7 @@ class Checked(HybridMemory):
         found = super()._look_up(table, limit)
 
         def has(groups, begin, end):
-            return all(
-                self.cache.find(g, table.keys_until(limit)[i]) is not None for g in groups for i in range(begin, end)
-            )
+            return all(self.cache.find(g, table.key(i)) is not None for g in groups for i in range(begin, end))
 
         reads = self._hit_blocks
         lengths = [n for n in range(limit + 1) if has(self._full, 0, n) and has(self._windowed, max(0, n - reads), n)]

@@ -22,13 +22,17 @@ def chained(keys: tuple[int, ...]) -> Iterator[Key]:
 
 
 class CachedBlock:
-    """A block whose content others may hit. In the LRU order while no sequence holds it."""
+    """A block whose content others may hit. In the LRU order while no sequence holds it.
 
-    __slots__ = ("group", "key", "num_holders")
+    Without a key it stands for `num_blocks` that nothing can hit any more.
+    """
 
-    def __init__(self, group: int, key: Key) -> None:
+    __slots__ = ("group", "key", "num_blocks", "num_holders")
+
+    def __init__(self, group: int, key: Key | None, num_blocks: int = 1) -> None:
         self.group = group
         self.key = key
+        self.num_blocks = num_blocks
         self.num_holders = 1
 
 
@@ -70,14 +74,26 @@ class BlockCache(Evicts):
         self.num_idle += 1
         return True
 
+    def let_go_own(self, num_blocks: int) -> None:
+        """So many blocks of a sequence that has ended, which no other has: they give way in their turn, unfound."""
+        self._idle[CachedBlock(0, None, num_blocks)] = None
+        self.num_idle += num_blocks
+
     def evict(self, num_blocks: int) -> None:
         """Give up so many idle blocks, the longest idle first."""
         self.num_idle -= num_blocks
         self.num_evicted += num_blocks
         self.version += 1
-        for _ in range(num_blocks):
-            block, _ = self._idle.popitem(last=False)
-            copies = self._found[block.group]
-            copies[block.key].remove(block)
-            if not copies[block.key]:
-                del copies[block.key]
+        while num_blocks:
+            block = next(iter(self._idle))
+            taken = min(num_blocks, block.num_blocks)
+            block.num_blocks -= taken
+            num_blocks -= taken
+            if block.num_blocks:
+                return
+            del self._idle[block]
+            if block.key is not None:
+                copies = self._found[block.group]
+                copies[block.key].remove(block)
+                if not copies[block.key]:
+                    del copies[block.key]
