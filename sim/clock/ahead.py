@@ -59,9 +59,7 @@ class AheadMember(Member):
 
     def _count(self, plan: IterationPlan, times: StepTimes) -> None:
         """The plan is in flight: its tokens count from now on."""
-        self.iterations += times.iterations
-        if self.observer is not None:
-            self.observer(plan, self._starts_s, times)
+        self._note(plan, self._starts_s, times)
         ended, stage, prefilled = self.engine.commit_ahead(plan, times), self.engine.scheduler.stage, []
         if stage.hands_over:
             prefilled, stage.prefilled = stage.prefilled, prefilled

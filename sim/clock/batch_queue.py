@@ -100,9 +100,7 @@ class BatchQueue(Member):
 
     def _fly(self, plan: IterationPlan, began_s: float, end_s: float) -> None:
         times = StepTimes(1, end_s, 0.0, 0.0, end_s, 1)
-        self.iterations += 1
-        if self.observer is not None:
-            self.observer(plan, began_s, times)
+        self._note(plan, began_s, times)
         self._queue.append((end_s, self.engine.commit_ahead(plan, times)))
 
     def _wake_at(self, at_s: float) -> bool:

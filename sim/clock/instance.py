@@ -94,6 +94,8 @@ class Instance:
                 yield env.timeout(end_s - env.now)
             if plan is not None and times is not None:
                 self.iterations += times.iterations
+                if times.iterations > 1:
+                    self.cost.note_jump(plan, times.iterations)
                 if observer is not None:
                     observer(plan, now_s, times)
                 engine.commit(plan, times)
@@ -132,6 +134,8 @@ class Instance:
                 if transfers:
                     now_s = self._launched_s(plan, now_s)
                 self.iterations += newer.iterations
+                if newer.iterations > 1:
+                    self.cost.note_jump(plan, newer.iterations)
                 if observer is not None:
                     observer(plan, start_s, newer)
                 newer_ended = engine.commit_ahead(plan, newer)

@@ -91,6 +91,9 @@ class CostModel(ABC):
         the contexts, where the cost follows it (0: all are alike).
         """
 
+    def note_jump(self, plan: IterationPlan, iterations: int) -> None:  # noqa: B027 - not all have a range
+        """So many iterations were priced together: the last one's contexts may be beyond the range."""
+
     def decode_steps(
         self, num_decodes: int, context_tokens: int, window: WindowTokens | None = None, longest_tokens: int = 0
     ) -> tuple[float, float]:

@@ -450,6 +450,11 @@ class RooflineCost(CostModel):
         if context_tokens > self.most_context_tokens:
             self._note_beyond("context_tokens", context_tokens)
 
+    def note_jump(self, plan: IterationPlan, iterations: int) -> None:
+        context_tokens = plan.decode_context_tokens + plan.num_decodes * (iterations - 1)
+        if context_tokens > self.most_context_tokens:
+            self._note_beyond("context_tokens", context_tokens)
+
     def decode_run(
         self, num_decodes: int, context_tokens: int, window: WindowTokens | None = None, longest_tokens: int = 0
     ) -> tuple[float, float]:
