@@ -20,6 +20,7 @@ CASES = HERE / "cases_sglang"
 SEEDS = (
     2007, 2012, 2036, 2038, 2041, 2043, 2056, 2058, 2084, 2097, 2098, 10001, 10009, 10031, 10044, 10109,
 )  # fmt: skip
+DEFERRING_SEEDS = 101, 111, 118, 119, 121
 COPYING = HERE / "cases_sglang_copying"
 COPYING_SEEDS = 102, 106, 109, 110, 115, 119, 125, 131, 139
 WINDOWED = HERE / "cases_sglang_windowed"
@@ -195,6 +196,16 @@ class Workload:
         return list(map(str, [*found, "--extra", json.dumps(extra)]))
 
 
+class Deferring(Workload):
+    """Decodes come first for some steps after each that prefilled."""
+
+    def arguments(self) -> list[str]:
+        found, choice = super().arguments(), self.dice.choice
+        extra = {"prefill_decode_interval": choice([1, 3, 10, 40])}
+        extra["prefill_decode_interval_min_bs"] = choice([0, 0, 2, 5])
+        return [*found[:-1], json.dumps(json.loads(found[-1]) | extra)]
+
+
 class Windowed(Workload):
     """Of a model of which one layer of two has a window, and a pool of its own."""
 
@@ -357,6 +368,7 @@ def ask(python: str, oracle: str, folder: Path, seeds: list[int], kind: type[Wor
 
 KINDS = {
     "": Workload,
+    "deferring": Deferring,
     "copying": Copying,
     "storing": Storing,
     "returning": Returning,
@@ -375,6 +387,7 @@ def main() -> None:
             ask(python, oracle, Path(rest[0]), seeds[begin : begin + 50], KINDS[" ".join(rest[3:])])
     else:
         ask(python, oracle, CASES, list(SEEDS))
+        ask(python, oracle, CASES, list(DEFERRING_SEEDS), Deferring)
         ask(python, oracle, COPYING, list(COPYING_SEEDS), Copying)
         ask(python, oracle, WINDOWED, list(WINDOWED_SEEDS), Windowed)
         ask(python, oracle, STATEFUL, list(STATEFUL_SEEDS), Stateful)

@@ -80,8 +80,10 @@ class ExtendFirst(Batching):
         """No request is tried until one has left."""
         self.chunked: Sequence | None = None
         """The one half-done prompt."""
-        self._waits_for_windows = False
-        """There was no room for its next chunk."""
+        self._has_entered = False
+        """What is computed of it has entered the tree."""
+        self._decodes_first = 0
+        """Steps for which no prompt is looked at."""
         self._last: list[Sequence] | None = None
         """Those of the last step, where it prefilled and they are not among `running`."""
         self._rows: list[Sequence] = []
@@ -156,12 +158,16 @@ class ExtendFirst(Batching):
             return
         self.tree.begin_step(now_s)
         self._merge()
-        while not self._prefill(plan, now_s):
+        while (defers := self._defers_prompts()) or not self._prefill(plan, now_s):
             if self.running:
                 self._decode(plan)
-            elif self.scheduler.in_flight or self.tree.is_copying:
+            elif self.scheduler.in_flight or (self.tree.is_copying and not defers):
                 pass
             elif self.queue.waiting or self.chunked is not None:
+                if defers:
+                    # It looks again at once.
+                    self.tree.begin_step(now_s)
+                    continue
                 if not self.scheduler.changed:
                     self._give_up()
                     continue
@@ -189,6 +195,15 @@ class ExtendFirst(Batching):
         if not settles and not (waits and (looks or self.tree.counts_passes)):
             self.scheduler.allow_jump(plan)
 
+    def _defers_prompts(self) -> bool:
+        """Whether decodes come first in this step: so many have to, after one that prefilled."""
+        if len(self.running) < self.settings.prefill_decode_interval_min_bs:
+            self._decodes_first = 0
+        if not self._decodes_first:
+            return False
+        self._decodes_first -= 1
+        return True
+
     def transferred(self, move: Move) -> None:
         self._asked_in_vain = -1.0, 0
 
@@ -210,8 +225,9 @@ class ExtendFirst(Batching):
     def _merge(self) -> None:
         """What the last step prefilled joins those that run; what has ended leaves them."""
         self._rows, last, self._last = [], self._last, None
-        if self.chunked is not None and not self._waits_for_windows:
+        if self.chunked is not None and not self._has_entered:
             self.memory.publish(self.chunked, self.chunked.num_computed)
+            self._has_entered = True
         if last is not None:
             joining = [seq for seq in last if seq is not self.chunked and _runs(seq)]
             if len(joining) < len(last):
@@ -252,7 +268,7 @@ class ExtendFirst(Batching):
         now = PrefillPass(self)
         if self.chunked is not None:
             seq, chunk = self.chunked, now.go_on(self.chunked)
-            self._waits_for_windows = not chunk
+            self._has_entered = not chunk
             if chunk:
                 plan.add_chunk(seq, chunk, CONTINUED)
             if seq.num_computed + chunk == seq.num_tokens:
@@ -279,7 +295,7 @@ class ExtendFirst(Batching):
                 self.scheduler.start(seq, now_s, placed=True)
                 plan.add_chunk(seq, chunk, ADMITTED)
                 if seq.num_computed + chunk < seq.num_tokens:
-                    self.chunked = seq
+                    self.chunked, self._has_entered = seq, False
             if verdict is not Verdict.GO_ON:
                 if verdict is Verdict.NO_TOKEN:
                     self.is_full = bool(now.chunks) or bool(self.running)
@@ -297,7 +313,7 @@ class ExtendFirst(Batching):
                 self._plan_decodes(plan)
                 self._rows += self.running
                 self.running = []
-        self._last = self._rows
+        self._last, self._decodes_first = self._rows, self.settings.prefill_decode_interval
         self._sampled = {seq for seq in self._rows if seq is not self.chunked}
         return True
 
@@ -477,6 +493,7 @@ class ExtendFirst(Batching):
     def committed(self, plan: IterationPlan, times: StepTimes) -> None:
         if times.iterations > 1:
             self._before = times.end_s - times.last_s, {}
+        self._decodes_first = max(0, self._decodes_first - times.iterations + 1)
         for _ in range(times.iterations - 1):
             if self.ratio > self._least_ratio:
                 self.ratio = max(self.ratio - self._decay, self._least_ratio)

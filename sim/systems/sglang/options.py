@@ -41,6 +41,12 @@ class SglangOptions(CheckedOptions):
     prefill_max_requests: int = option(
         0, "requests that a step prefills at most; 0: any number", within=(0, MOST_TOKENS)
     )
+    prefill_decode_interval: int = option(
+        0, "steps after one that prefilled in which decodes come first", within=(0, MOST_TOKENS)
+    )
+    prefill_decode_interval_min_bs: int = option(
+        0, "decodes below which they do not", within=(0, MOST_TOKENS), only=Only("prefill_decode_interval")
+    )
     enable_mixed_chunk: bool = option(False, "decode in the steps that prefill, too")
     disable_overlap_schedule: bool = option(False, "schedule a step when the one before it has ended")
     max_running_requests: int = option(
@@ -212,6 +218,11 @@ class SglangOptions(CheckedOptions):
             raise UserError(
                 "sglang enable-priority-scheduling: goes with schedule-policy fcfs or lof, not "
                 f"{self.schedule_policy}, as in SGLang"
+            )
+        if self.prefill_decode_interval and self.enable_dp_attention:
+            raise UserError(
+                "sglang prefill-decode-interval: ranks of enable-dp-attention agree on it in SGLang; that is not "
+                "simulated; leave one of them out"
             )
         if self.retraction_policy == "priority" and not self.enable_priority_scheduling:
             raise UserError("sglang retraction-policy: priority goes with enable-priority-scheduling, as in SGLang")
