@@ -154,6 +154,21 @@ def test_a_bad_cell_is_named_with_line_column_and_remedy(tmp_path, column, cell,
 
 
 @pytest.mark.parametrize(
+    ("row", "parts"),
+    [
+        ("h2d,1e-6,,0,1,1e9,pinned,,0,1", ["num_bytes = 1e+09 in 1e-06 s is 1e+15 B/s", "is a unit wrong?"]),
+        ("d2h,1e-3,,0,1,0,pinned,,0,1", ["num_bytes = 0.0, but op 'd2h' moves bytes", "more than 0"]),
+        ("all_reduce,1e-3,,0,1,1e6,pinned,,0,1", ["tp = 1", "2 GPUs or more", "how many took part"]),
+        ("restore,1e-3,llama-2-7b,0,1,0,pinned,,0,1", ["new_tokens = 0", "'restore' computes tokens"]),
+    ],
+)
+def test_a_row_against_its_op_or_physics_is_named(tmp_path, row, parts):
+    message = refusal(tmp_path / "bad.csv", f"{HEADER}\n{GOOD}\n{row}\n")
+    assert message.startswith("line 3: ")
+    assert [part for part in parts if part not in message] == [], message
+
+
+@pytest.mark.parametrize(
     ("text", "parts"),
     [
         ("", ["holds no header", "op, latency_s"]),

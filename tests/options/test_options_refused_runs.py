@@ -17,13 +17,17 @@ USUAL = {
 POOLS = "--prefill-replicas 2 --decode-replicas 1 --link-gbps 200"
 RUNS = f"""
 layerk || --policy: unknown policy 'layerk' | did you mean 'layerkv'? | vllm-recompute
+layerkv:slo-aware || 'slo-aware' is not option=value
+layerkv:batching=sarati || batching=sarati: no such part | did you mean 'sarathi'?
 layerkv:predictor-accuracy=0.5 || predictor-accuracy=0.5 does nothing without predictor=bucket
 vllm-recompute:eviction=layer-offload || eviction=layer-offload | memory=layers
 fastserve:order=fcfs || batching=quanta | order=mlfq
+sarathi:admission=slack,tpot-slo=3 || 'tpot_slo' is no option of sarathi | tpot_slo_ms
 vllm-v1:cpu-chunks=5,batching=sarathi || batching=unified
 vllm-v1:cpu-chunks=5,storage-space=1,store-threshold=2 || store-threshold: with files behind the host
 vllm-v1:memory=tiered,cpu-chunks=5 || memory=paged
 ragcache:disk-space=1 || replacement=pgdsf: beside a disk
+vllm-swap:slo-aware=true || 'slo_aware' is no option of vllm-swap | its options: none
 ellm:layers-per-block=3 || ellm layers-per-block: 3 does not divide the model's 32 layers
 vattention | --block-size 16 | --block-size: 16 where a page
 vattention:page-kib=4 || page-kib: 4 is less than the keys of a token
@@ -36,6 +40,7 @@ vllm-swap | --gpu-memory-utilization 0.8 --num-gpu-blocks-override 9 | does noth
 layerkv | --enable-prefix-caching | --enable-prefix-caching:  | memory=paged
 vllm-swap | --enable-prefix-caching | --enable-prefix-caching:  | memory=paged
 orca | --enable-prefix-caching | --enable-prefix-caching:  | memory=paged
+vllm-recompute | --max-concurrency 0 | --max-concurrency: 0 | give more
 vllm-recompute | --max-concurrency x | --max-concurrency | 'x' | whole number
 vllm-recompute | --closed-sessions | --closed-sessions | fixed | give one that has
 sglang:page-size=16,max-total-tokens=3 || sglang max-total-tokens: 3 is less than a page of 16
@@ -45,6 +50,7 @@ sglang:page-size=16 | --block-size 32 | --block-size: 32 where options of sglang
 
 # Several engines
 vllm-recompute | --router least-loaded --replicas 1 | --router | --replicas of 2 or more
+vllm-recompute | --replicas 0 | --replicas: 0 | give more
 vllm-recompute | --replicas 2 --router prefix-affinity | vllm-recompute keep no prefixes | --enable-prefix-caching
 vllm-recompute | --replicas 2 --router prefix-affinity --enable-prefix-caching | request 0 | no hash_ids | --router
 vllm-recompute | --autoscale hpa:target=10,max=4 --replicas 5 | 5 at first is not min=1 to max=4
@@ -54,6 +60,9 @@ vllm-recompute | --link-gbps 100 | --link-gbps: 100 | --prefill-replicas
 distserve || --policy distserve | --prefill-replicas | --link-gbps
 distserve | --prefill-replicas 2 | --prefill-replicas | 2 | --decode-replicas
 distserve | --prefill-replicas 2 --decode-replicas 1 | --link-gbps | missing | Gbit/s
+distserve | --prefill-replicas 2 --decode-replicas 1 --link-gbps inf | --link-gbps: inf | 1e9
+distserve | --prefill-replicas 2 --decode-replicas 1 --link-gbps 1e-320 | Gbit/s is no link; give 0.001 to 1e9
+distserve | --prefill-replicas 2 --decode-replicas 1 --link-gbps 1e23 | Gbit/s is no link; give 0.001 to 1e9
 distserve | {POOLS} --replicas 2 | --replicas: 2 | leave it out
 distserve | {POOLS} --prefill-pipeline-parallel-size 3 | --prefill-pipeline-parallel-size: 3
 layerkv | {POOLS} | --prefill-replicas 2 | layerkv | stage=promote | distserve
@@ -113,6 +122,8 @@ vllm-v1 | --sparse-attention quest:budget=9 --cost-form paper | prices of form p
 
 # Drafts
 vllm-v1:spec-method=ngram,acceptance-rate=0.5 || spec-tokens: is missing
+vllm-v1:spec-method=ngram,spec-tokens=0,acceptance-rate=0.5 || spec-tokens: 0; with
+vllm-v1:spec-method=ngram,spec-tokens=2,acceptance-rate=1.5 || acceptance-rate: 1.5 is not between 0 and 1
 vllm-v1:spec-method=ngram,spec-tokens=1,synthetic-acceptance-rates=x || synthetic-acceptance-rates: 'x' is not a number
 vllm-v1:spec-method=ngram,spec-tokens=2,synthetic-acceptance-rates=0.5 || 1 given; give one for each of 2
 vllm-v1:PLENTY,spec-method=draft_model || spec-model: is missing

@@ -79,9 +79,17 @@ BAD = [
     (constant("layer_overhead_s", unit="ms"), ["constants.layer_overhead_s.unit", "'ms'", "expected 's'", "convert"]),
     (lambda d: d["constants"].pop("alpha"), ["constants.alpha", "missing", "roofline"]),
     (lambda d: d["constants"].update(gamma=d["constants"]["alpha"]), ["constants.gamma", "not a constant", "remove"]),
+    (lambda d: d.update(extra=1), ["remove or rename 'extra'"]),
+    (lambda d: d.update(form="cubic"), ["form", "cubic"]),
+    (lambda d: d.update(residuals={"prefill_mape": -1}), ["residuals.prefill_mape", "-1"]),
     (lambda d: d.update(range={"tokens": [9, 1]}), ["range.tokens", "lower limit first"]),
     (lambda d: d.update(all_reduce={"1": [[8192, 1e-5]]}), ["all_reduce.1", "from 2 on"]),
     (lambda d: d.update(all_reduce={"2": [[8192, 1e-5], [8192, 2e-5]]}), ["all_reduce.2", "in order of bytes"]),
+    (lambda d: d.update(all_reduce={"2": [[8192, 0]]}), ["all_reduce.2", "more than zero"]),
+    (lambda d: d.update(all_reduce={"2": [[0, 1e-5]]}), ["all_reduce.2", "more than 0"]),
+    (lambda d: d.update(all_reduce={"2": [[8192, 1.1e9]]}), ["all_reduce.2 = 1100000000.0 s", "is it in this unit"]),
+    (lambda d: d.update(linear_factors=[[8, 0.009]]), ["linear_factors = 0.009 1 is not between 0.01 and 1e+09"]),
+    (lambda d: d.update(range={"context_tokens": [1, -9]}), ["range.context_tokens = -9", "zero or more"]),
     *(
         (lambda d, name=name, points=points: d.update({name: points}), [name, words])
         for name, points, words in (

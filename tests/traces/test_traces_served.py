@@ -109,6 +109,7 @@ def test_what_a_result_lacks_may_come_from_the_trace_that_was_sent(tmp_path):
         (without("input_lens", "output_lens", "ttfts", "itls", "errors"), ["field input_lens", "--save-detailed"]),
         (without("start_times"), ["field start_times", "newer", "trace"]),
         (RESULT | {"output_lens": [3, 1]}, ["output_lens holds 2 values, input_lens 4"]),
+        (RESULT | {"start_times": [100.5, 100.0, 101.0, float("inf")]}, ["request 3", "arrives at inf s"]),
         (RESULT | {"itls": [[0.5, -0.125], [], [], [0.5]]}, ["request 0", "first token 0.25 s and last token 0.625"]),
         (RESULT | {"output_lens": [0, 0, 0, 0]}, ["no request that did not fail"]),
         (json.dumps(RESULT) + "\n" + json.dumps(RESULT), ["--append-result", "SGLang"]),
