@@ -13,7 +13,9 @@ loads, drawn as well, run
 - `thinned`: `vllm-v1` behind a gate that keeps a share of the requests at random, the best of those shares that make it
   a lower load of the ladder;
 - `told`: `adaptive` with prices that are wrong behind its back: told that the GPU is slower or faster than it is;
-- `bound`: the certified bound, of good requests among all that arrive.
+- `bound`: the certified bound, of good requests among all that arrive;
+- `long`: ladder and bound where arrivals last `SPANS` times as long as SLOs allow the mean request, at least. The bound
+  knows when arrivals end, and leaves decodes until then: in 40 s of arrivals that is much of its share.
 
 A ladder's least share is that of four steps, and other traffic moves a rate by 1 to 7 % (standard deviation, in eight
 cells). A cell whose ladder falls below `LEAST_SHARE` is run `again` with the traffic of other seeds: told is then the
@@ -74,6 +76,8 @@ TOLD = (0.8333, 1.25)
 KNEE_SAMPLE = 300
 ARRIVALS_S, FEWEST, MOST = 40.0, 400, 1500
 """For how long requests arrive, and how many do at the knee at least and at most."""
+SPANS = 8
+"""Spans of a request, from its arrival to its last token as SLOs allow, that `long` arrivals last at least."""
 
 
 class Cell(NamedTuple):
@@ -94,10 +98,13 @@ class Cell(NamedTuple):
     knee_per_s: float
     load: float
     """Of `LADDER`, at which others run as well."""
+    span_s: float
+    """From the mean request's arrival to its last token, as SLOs allow."""
 
-    def scenario(self, load: float, traffic: int = 0) -> Scenario:
+    def scenario(self, load: float, traffic: int = 0, spans: int = 0) -> Scenario:
         """Its traffic or other, and its machine, at `load` times its knee: as many seconds of arrivals at each."""
         at_knee = min(MOST, max(FEWEST, int(ARRIVALS_S * self.knee_per_s)))
+        at_knee = max(at_knee, int(spans * self.span_s * self.knee_per_s))
         return Scenario(
             workload=self.workload, num_prompts=int(at_knee * load), request_rate=self.knee_per_s * load,
             burstiness=self.burstiness, seed=self.seed + 10_000 * traffic, model=self.model, gpu=self.gpu, tp=self.tp,
@@ -133,9 +140,10 @@ def drawn(seed: int) -> Cell:
     # No request is too long to meet its SLO alone.
     ttft_s = max(ttft_s, 1.3 * max(prompts_s) + 2 * price.step_s)
     knee_per_s = 1.0 / (fmean(prompts_s) + fmean(decodes_s))
+    span_s = ttft_s + tpot_s * fmean([request.output_tokens for request in requests])
     return Cell(
         seed, model, gpu, tp, workload, input_len, output_len, turns, think_time, burstiness,
-        round(1e3 * ttft_s, 1), round(1e3 * tpot_s, 1), round(knee_per_s, 4), load,
+        round(1e3 * ttft_s, 1), round(1e3 * tpot_s, 1), round(knee_per_s, 4), load, round(span_s, 2),
     )  # fmt: skip
 
 
@@ -169,6 +177,8 @@ class Name(NamedTuple):
     """As in `TOLD`."""
     traffic: int = 0
     """The cell's own, or one of `TRAFFIC`."""
+    spans: int = 0
+    """That arrivals last at least: 0 or `SPANS`."""
 
 
 WHAT: dict[str, tuple[Name, ...]] = {
@@ -178,6 +188,7 @@ WHAT: dict[str, tuple[Name, ...]] = {
     "others": tuple(map(Name, OTHERS)),
     "thinned": (Name(THINNED),),
     "bound": (Name("bound"),),
+    "long": (*(Name("adaptive", load, spans=SPANS) for load in LADDER), Name("bound", spans=SPANS)),
 }
 
 
@@ -185,7 +196,9 @@ def name_of(row: Mapping[str, str]) -> tuple[int, Name]:
     """Seed and run of a row."""
     policy, speed, traffic = row["policy"], float(row["told_speed"]), int(row["traffic"])
     is_ladder = policy == "adaptive" and speed == 1.0
-    return int(row["seed"]), Name(policy, float(row["load"]) if is_ladder else 0.0, speed, traffic)
+    # Rows of before 0.19 lack it.
+    spans = int(row.get("spans", 0))
+    return int(row["seed"]), Name(policy, float(row["load"]) if is_ladder else 0.0, speed, traffic, spans)
 
 
 def good_of(cell: Cell, scenario: Scenario, requests: Sequence[Request], name: Name) -> float:
@@ -218,7 +231,7 @@ def rows(seed: int, names: Sequence[Name]) -> list[dict[str, object]]:
     of_cell = {name: "" if value is None else value for name, value in cell._asdict().items()}
     found: list[dict[str, object]] = []
     for name in names:
-        scenario = cell.scenario(name.load or cell.load, name.traffic)
+        scenario = cell.scenario(name.load or cell.load, name.traffic, name.spans)
         requests = list(traffic(scenario))
         try:
             good: float | str = round(good_of(cell, scenario, requests, name), 1)
@@ -267,9 +280,10 @@ def least_share(ladder: Sequence[float]) -> float:
     return min(rate / most if most else 1.0 for rate, most in zip(ladder, accumulate(ladder, max), strict=True))
 
 
-def least_shares(cells: Mapping[int, Mapping[Name, float]]) -> dict[int, float]:
+def least_shares(cells: Mapping[int, Mapping[Name, float]], spans: int = 0) -> dict[int, float]:
     """The same of each cell whose ladder is whole, with its own traffic."""
-    ladders = {seed: [good[name] for name in WHAT["ladder"] if name in good] for seed, good in cells.items()}
+    names = [Name("adaptive", load, spans=spans) for load in LADDER]
+    ladders = {seed: [good[name] for name in names if name in good] for seed, good in cells.items()}
     return {seed: least_share(ladder) for seed, ladder in ladders.items() if len(ladder) == len(LADDER)}
 
 
@@ -289,6 +303,8 @@ def summary(found: Sequence[Mapping[str, str]]) -> str:
             loads[seed] = float(row["load"])
     shares = least_shares(cells)
     named = {"of the most at any smaller load, where that is least": list(shares.values())}
+    if long := list(least_shares(cells, SPANS).values()):
+        named["the same, long arrivals"] = long
     behind: list[str] = []
 
     def add(name: str, ours: float, theirs: float) -> None:
@@ -303,6 +319,8 @@ def summary(found: Sequence[Mapping[str, str]]) -> str:
         ours = good.get(Name("adaptive", loads[seed])) if seed in loads else None
         if ours is None:
             continue
+        if (bound := Name("bound", spans=SPANS)) in good:
+            add("of the bound, long arrivals", good[Name("adaptive", loads[seed], spans=SPANS)], good[bound])
         for title, name in (("of the bound", Name("bound")), (f"of `{THINNED}`", Name(THINNED))):
             if name in good:
                 add(title, ours, good[name])
