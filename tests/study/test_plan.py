@@ -333,6 +333,54 @@ def test_the_commands_that_serve_say_what_the_deployment_does():
     assert serve_commands({**BASE, "policy": "layerkv"})[0].startswith("# no server of today runs layerkv")
 
 
+@pytest.mark.parametrize(
+    ("drafting", "config"),
+    [
+        ("spec-method=ngram,spec-tokens=4", {"method": "ngram", "num_speculative_tokens": 4}),
+        ("spec-method=mtp,spec-tokens=1,acceptance-rate=0.8", {"method": "mtp", "num_speculative_tokens": 1}),
+        (
+            "spec-method=draft_model,spec-tokens=3,spec-model=qwen3-8b",
+            {"method": "draft_model", "num_speculative_tokens": 3, "model": "Qwen/Qwen3-8B"},
+        ),
+        ("spec-method=eagle3,spec-tokens=3", {"method": "eagle3", "num_speculative_tokens": 3, "model": "HEAD"}),
+    ],
+)
+def test_servers_draft_as_the_deployment_does(drafting, config):
+    """A plan's answer that drafts is not served by a command that does not; what only the user knows is said."""
+    options = {**BASE, "policy": f"vllm-v1:{drafting}"}
+    *said, command = serve_commands(options)
+    words = shlex.split(command)
+    assert json.loads(words[words.index("--speculative-config") + 1]) == config
+    text = manifest(options)
+    assert text is not None and "--speculative-config" in text
+    assert [line.startswith("# HEAD: ") for line in said] == [True] * ("model" in config and config["model"] == "HEAD")
+    assert text.startswith("".join(said))
+
+
+@pytest.mark.parametrize(
+    ("policy", "more", "told", "untold"),
+    [
+        ("vllm-v1:scheduling-policy=priority,watermark=0.02,scheduler-reserve-full-isl=false", {},
+         "--scheduling-policy priority --watermark 0.02 --no-scheduler-reserve-full-isl", ""),
+        ("vllm-v1:kv-offloading-size=64,blocks-per-chunk=4", {"num_gpu_blocks_override": 900},
+         "--num-gpu-blocks-override 900 --kv-offloading-size 64", "--blocks-per-chunk 4"),
+        ("sglang:schedule-policy=lpm,page-size=16,max-new-tokens=512", {"gpu_memory_utilization": 0.8},
+         "--schedule-policy lpm --page-size 16", "--gpu-memory-utilization 0.8 --max-new-tokens 512"),
+    ],
+)  # fmt: skip
+def test_a_server_is_told_all_that_was_asked_for_or_a_comment_says_what_is_not(policy, more, told, untold):
+    """What runs is what was simulated: an option in the policy's text is as much asked for as a flag."""
+    *comments, command = serve_commands({"model": "qwen3-32b", "gpu": "h100", "policy": policy, **more})
+    assert command.endswith(f"Qwen/Qwen3-32B {told}")
+    assert [f" says {untold}: " in line for line in comments] == [True] * bool(untold)
+
+
+def test_an_engine_over_several_gpus_has_them_to_itself():
+    engines = {**BASE, "pipeline_parallel_size": 2, "replicas": 2, "router": "prefix-affinity"}
+    first, second, _ = serve_commands(engines)
+    assert first.startswith("CUDA_VISIBLE_DEVICES=0,1,2,3 ") and second.startswith("CUDA_VISIBLE_DEVICES=4,5,6,7 ")
+
+
 def test_no_server_drafts_with_its_own_model_at_a_budget_of_kv():
     options = {**BASE, "policy": "vllm-v1:spec-method=sparse_kv,spec-tokens=4,spec-kv-budget=4096"}
     (said,) = serve_commands(options)
