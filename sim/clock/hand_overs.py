@@ -8,6 +8,8 @@ one by one (`Stage.layer_wise`), the copy starts with the first layer's end, if 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
+from msgspec.structs import replace
+
 from sim.clock.member import Member
 from sim.engine.changes import Move, Tier
 from sim.engine.sequence import Sequence as Seq
@@ -135,7 +137,7 @@ class HandOvers:
             end_s = max(at_s, self._stream(source, member, seq, move.num_blocks))
         else:
             end_s = self._book(source, member, seq, at_s, move.num_blocks)
-        if source.tell(end_s, move._replace(seq=seq, source=Tier.GPU, target=Tier.PEER)):
+        if source.tell(end_s, replace(move, seq=seq, source=Tier.GPU, target=Tier.PEER)):
             self.on_wake(place)
         return end_s
 
@@ -144,7 +146,7 @@ class HandOvers:
         place = self._sources.pop(move.seq)
         target, came = self.members[place], continued(move.seq)
         end_s = self._book(member, target, move.seq, at_s, move.num_blocks)
-        if target.tell(end_s, move._replace(seq=came, source=Tier.PEER, target=Tier.GPU)):
+        if target.tell(end_s, replace(move, seq=came, source=Tier.PEER, target=Tier.GPU)):
             self.on_wake(place)
         return end_s
 

@@ -11,7 +11,7 @@ from sim.cost.host import after_host_s, run_beside_host
 from sim.cost.lanes import Lane, pipelined_s, restored_s, streamed_s
 from sim.cost.model import CostModel, run_s, steps_until
 from sim.cost.restoring import LayerSplit, StateBytes, restore_times
-from sim.engine.changes import D2H, H2D, Direction, Gathered, Move, Projected, Rebuilt, Restore, Streamed, Tier
+from sim.engine.changes import D2H, DISK, H2D, HOST, Direction, Gathered, Move, Projected, Rebuilt, Restore, Streamed
 from sim.engine.layers import SEND_BUFFER_LAYERS
 from sim.engine.plan import IterationPlan, StepTimes
 
@@ -59,9 +59,11 @@ class Lanes:
 
     def of_move(self, move: Move) -> Lane:
         """The lane that a copy of this engine takes."""
-        if move.uses_disk:
-            return self.disk_read if move.source is Tier.DISK else self.disk_write
-        return self.of(move.direction)
+        if move.source is DISK:
+            return self.disk_read
+        if move.target is DISK:
+            return self.disk_write
+        return self.d2h if move.target is HOST else self.h2d
 
     def mark(self) -> LanesMark:
         """Where the lanes stand, for `restore`."""
@@ -127,7 +129,7 @@ class Pricer:
         """One copy, alone on its lane."""
         if move.s_per_block is not None:
             return move.num_blocks * move.s_per_block
-        return self.copy_s(move.num_blocks, move.direction)
+        return self._out_s(move.num_blocks) if move.target is HOST else self._in_s(move.num_blocks)
 
     # -- one iteration ---------------------------------------------------------------------------------------------
 
@@ -232,11 +234,13 @@ class Pricer:
         """Every layer waits for its KV from the host; returns the pass's duration."""
         lanes = self.lanes
         read_s, written_s = self._streams(plan)
-        read_from_s = start_s
-        if isinstance(record := plan.streamed[-1], Gathered) and plan.awaited:
+        record, read_from_s = plan.streamed[-1], start_s
+        # What a record is is told sooner than what it is not.
+        is_plain = isinstance(record, Streamed)
+        if not is_plain and isinstance(record, Gathered) and plan.awaited:
             read_from_s = max(self._waits_s, self._ends_at(plan.awaited[: record.after]))
         wait_s = max(read_from_s, lanes.h2d.free_s) - start_s
-        if isinstance(record, Rebuilt):
+        if not is_plain and isinstance(record, Rebuilt):
             copied_s = lanes.h2d.reserve(start_s, read_s * stretch, "stream KV") - start_s if read_s else 0.0
             seconds = self._rebuilt_s(plan, record, compute_s, read_s * stretch, copied_s)
             if written_s:
@@ -276,16 +280,21 @@ class Pricer:
         """Seconds of the copies in and out between the layers, alone on their lanes."""
         read = written = 0
         gathered_s = 0.0
+        projected: list[Projected] = []
         for record in plan.streamed:
-            if isinstance(record, Gathered):
+            written += record.num_written
+            if isinstance(record, Streamed):
+                read += record.num_read
+            elif isinstance(record, Gathered):
                 gathered_s += record.num_read * record.s_per_block
             else:
                 read += record.num_read
-            written += record.num_written
+                if isinstance(record, Projected):
+                    projected.append(record)
         out_s = self._out_s(written) if written else 0.0
         in_s = self._in_s(read) + gathered_s
-        for record in plan.streamed:
-            if isinstance(record, Projected) and record.num_tokens:
+        for record in projected:
+            if record.num_tokens:
                 # Inputs of a layer lie together: one piece each.
                 layers = record.num_groups * self.unit_layers
                 in_s += self.cost.copy_s(layers * record.num_tokens * self.hidden_bytes, layers, H2D)

@@ -1,9 +1,8 @@
 """What a plan says of KV: where blocks lie, what becomes of them (`Change`), and what passes between the layers."""
 
-from collections.abc import Callable
 from enum import Enum
-from functools import partial
-from typing import NamedTuple, cast
+
+import msgspec
 
 from sim.engine.sequence import Sequence
 
@@ -30,7 +29,7 @@ GPU, HOST, DISK, PEER = Tier.GPU, Tier.HOST, Tier.DISK, Tier.PEER
 D2H, H2D = Direction.D2H, Direction.H2D
 
 
-class Place(NamedTuple):
+class Place(msgspec.Struct, frozen=True, gc=False):
     """`num_blocks` blocks in each layer group for `seq`: on the GPU for `gpu_groups`, on the host for the others.
 
     `num_buffers` more lots of as many GPU blocks are the send buffer through which the host's groups are written.
@@ -42,27 +41,27 @@ class Place(NamedTuple):
     num_buffers: int
 
 
-class Release(NamedTuple):
+class Release(msgspec.Struct, frozen=True, gc=False):
     """All blocks of `seq` are given back, but for those that copies under way still read."""
 
     seq: Sequence
 
 
-class Append(NamedTuple):
+class Append(msgspec.Struct, frozen=True, gc=False):
     """`seq` has `num_tokens` more tokens of context that it did not generate, behind those that it has."""
 
     seq: Sequence
     num_tokens: int
 
 
-class Grow(NamedTuple):
+class Grow(msgspec.Struct, frozen=True, gc=False):
     """`seq`, which has all its KV on the GPU, has `num_blocks` blocks in each layer group from now on."""
 
     seq: Sequence
     num_blocks: int
 
 
-class Keep(NamedTuple):
+class Keep(msgspec.Struct, frozen=True, gc=False):
     """`num_blocks` blocks of `seq` from `first_block` on are cached from now on, at the end of `run`.
 
     Memory says so, and what follows, once it is asked to (`Memory.tell_blocks`).
@@ -74,7 +73,7 @@ class Keep(NamedTuple):
     run: object
 
 
-class Hit(NamedTuple):
+class Hit(msgspec.Struct, frozen=True, gc=False):
     """`num_blocks` blocks of `seq` from `first_block` on are those of a cached `run`, which stays cached.
 
     `seq` is about to be placed, or has blocks of the same content there, which give way.
@@ -86,7 +85,7 @@ class Hit(NamedTuple):
     run: object
 
 
-class Split(NamedTuple):
+class Split(msgspec.Struct, frozen=True, gc=False):
     """The first `num_blocks` blocks of a cached `run` are a run of their own, `first`."""
 
     run: object
@@ -94,14 +93,14 @@ class Split(NamedTuple):
     num_blocks: int
 
 
-class Evict(NamedTuple):
+class Evict(msgspec.Struct, frozen=True, gc=False):
     """Of a cached `run` that no sequence holds the first `num_left` blocks are left; the others are free."""
 
     run: object
     num_left: int
 
 
-class Save(NamedTuple):
+class Save(msgspec.Struct, frozen=True, gc=False):
     """The host keeps the states of `seq` from now on (HCache), in as many blocks as `seq` has on the GPU.
 
     Memory says so, and `Unsave`, once it is asked to (`Memory.tell_blocks`).
@@ -110,13 +109,13 @@ class Save(NamedTuple):
     seq: Sequence
 
 
-class Unsave(NamedTuple):
+class Unsave(msgspec.Struct, frozen=True, gc=False):
     """The host keeps the states of `seq`, which runs, no longer."""
 
     seq: Sequence
 
 
-class Store(NamedTuple):
+class Store(msgspec.Struct, frozen=True, gc=False):
     """The host's cache gives blocks to `keys`; a `Move` of `seq` beside this plan fills them from its `places`.
 
     `runs`, where there are any, are cached runs of a block each that it fills them from instead.
@@ -128,7 +127,7 @@ class Store(NamedTuple):
     runs: tuple[object, ...] = ()
 
 
-class Load(NamedTuple):
+class Load(msgspec.Struct, frozen=True, gc=False):
     """The blocks of `seq` from `first_block` on are those of `keys` in the host's cache.
 
     They come layer by layer while this plan is computed (`IterationPlan.streamed` counts them).
@@ -139,13 +138,13 @@ class Load(NamedTuple):
     keys: tuple[int, ...]
 
 
-class Drop(NamedTuple):
+class Drop(msgspec.Struct, frozen=True, gc=False):
     """The host's cache gives up the blocks of `keys`."""
 
     keys: tuple[int, ...]
 
 
-class Move(NamedTuple):
+class Move(msgspec.Struct, frozen=True, gc=False):
     """A copy of the KV of tokens [`first_token`, `end_token`) of `seq` in some layer groups, from tier to tier.
 
     What a block holds of the layers is a layer group: the whole model for vLLM, one layer for LayerKV. `num_blocks` is
@@ -176,7 +175,7 @@ class Move(NamedTuple):
         return self.source is DISK or self.target is DISK
 
 
-class Restore(NamedTuple):
+class Restore(msgspec.Struct, frozen=True, gc=False):
     """Bring back the KV of `num_tokens` tokens of `seq` before it computes, each layer group in one of three ways.
 
     `hidden_groups` are projected from saved hidden states, `kv_groups` copied, `recomputed_groups` computed again
@@ -197,7 +196,7 @@ class Restore(NamedTuple):
         return bool(self.hidden_groups or self.recomputed_groups)
 
 
-class Streamed(NamedTuple):
+class Streamed(msgspec.Struct, frozen=True, gc=False):
     """Layer groups that pass through the GPU during the computation, summed over the sequences that have as many.
 
     For each of `num_groups` groups come in the blocks of the tokens that are cached (`num_read` pool blocks in all) and
@@ -209,7 +208,7 @@ class Streamed(NamedTuple):
     num_written: int
 
 
-class Gathered(NamedTuple):
+class Gathered(msgspec.Struct, frozen=True, gc=False):
     """As `Streamed`, by kernels that copy at the link's rate, however small the blocks: each takes `s_per_block`, s.
 
     Of the plan's `awaited` copies it begins after the first `after`: the computation waits for others beside it.
@@ -222,7 +221,7 @@ class Gathered(NamedTuple):
     after: int = 0
 
 
-class Projected(NamedTuple):
+class Projected(msgspec.Struct, frozen=True, gc=False):
     """As `Streamed`, but the KV of `num_tokens` tokens (of all such sequences) is made from their inputs to the layers.
 
     The inputs come in first; the KV of the other tokens, `num_read` pool blocks, follows as they are projected (KVPR).
@@ -236,7 +235,7 @@ class Projected(NamedTuple):
     """Of `num_written`, what the new tokens' inputs take."""
 
 
-class Uncache(NamedTuple):
+class Uncache(msgspec.Struct, frozen=True, gc=False):
     """The first `num_tokens` tokens of `seq`, whole blocks, have no GPU blocks from now on; those after them do (eLLM).
 
     Their KV passes through `num_scratch` lots of as many GPU blocks. The host keeps it in `groups`, the last ones, and
@@ -251,7 +250,7 @@ class Uncache(NamedTuple):
     num_blocks: int
 
 
-class Rebuilt(NamedTuple):
+class Rebuilt(msgspec.Struct, frozen=True, gc=False):
     """KV of decodes that is on no GPU before this pass: brought back between the layers, and not kept (eLLM).
 
     `tokens` says of how many of each sequence, its first. The `recomputed` layers of the model compute it again; for
@@ -276,12 +275,3 @@ Change = (
     Place | Release | Append | Grow | Move | Restore | Keep | Hit | Split | Evict | Save | Unsave | Store | Load | Drop
     | Uncache
 )  # fmt: skip
-
-# Named tuples at half their cost: their own constructors are Python functions, the tuple's is not.
-make_place = cast(Callable[[tuple[Sequence, tuple[int, ...], int, int]], Place], partial(tuple.__new__, Place))
-make_release = cast(Callable[[tuple[Sequence]], Release], partial(tuple.__new__, Release))
-make_move = cast(
-    Callable[[tuple[Sequence, tuple[int, ...], int, int, Tier, Tier, int, int, bool, float | None]], Move],
-    partial(tuple.__new__, Move),
-)
-make_streamed = cast(Callable[[tuple[int, int, int]], Streamed], partial(tuple.__new__, Streamed))

@@ -15,7 +15,7 @@ from heapq import heappop, heappush
 from typing import TYPE_CHECKING, ClassVar, Self
 
 from sim.engine.batch import DecodeBatch
-from sim.engine.changes import make_place, make_release
+from sim.engine.changes import Place, Release
 from sim.engine.limits import Limits
 from sim.engine.pipelined import PipelinedScheduler
 from sim.engine.plan import IterationPlan
@@ -164,7 +164,7 @@ class HybridMemory(Memory):
         table.begin = self._num_left(match.num_blocks * self.block_size)
         seq.num_computed = match.num_blocks * self.block_size
         self._extend_by_chunk(table, num_tokens)
-        self.scheduler.changes.append(make_place((seq, ALL_LAYERS, self.held_blocks(seq), 0)))
+        self.scheduler.changes.append(Place(seq, ALL_LAYERS, self.held_blocks(seq), 0))
 
     def blocks_missing(self, seq: Sequence, num_tokens: int) -> int:
         return self.num_groups * max(0, -(-num_tokens // self.block_size) - self._tables[seq].end)
@@ -366,7 +366,7 @@ class HybridMemory(Memory):
         table.due = NOT_DUE
         if ended:
             del self._tables[seq]
-        self.scheduler.changes.append(make_release((seq,)))
+        self.scheduler.changes.append(Release(seq))
 
     def forget(self, seq: Sequence) -> None:
         self._tables.pop(seq, None)

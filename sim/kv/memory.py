@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, ClassVar, Final
 
 from sim.engine.batch import DecodeBatch
-from sim.engine.changes import Move, Tier, make_place, make_release
+from sim.engine.changes import Move, Place, Release, Tier
 from sim.engine.limits import Limits
 from sim.engine.plan import IterationPlan
 from sim.engine.sequence import PARKED, Sequence
@@ -172,7 +172,7 @@ class Memory(MemoryKind):
         seq.num_blocks = -(-num_tokens // self.block_size)
         blocks = self.blocks_wanted(seq, num_tokens)
         self.gpu.allocate(blocks)
-        self.scheduler.changes.append(make_place((seq, ALL_LAYERS, blocks, 0)))
+        self.scheduler.changes.append(Place(seq, ALL_LAYERS, blocks, 0))
 
     def count_hits(self, seq: Sequence, num_tokens: int) -> None:
         """`seq` starts, or starts again, with `num_tokens` of its tokens computed."""
@@ -275,7 +275,7 @@ class Memory(MemoryKind):
         """Give back all that a sequence, which is not in the batch, holds."""
         self.gpu.release(self.held_blocks(seq))
         seq.num_blocks = 0
-        self.scheduler.changes.append(make_release((seq,)))
+        self.scheduler.changes.append(Release(seq))
 
     def forget(self, seq: Sequence) -> None:
         """`seq`, which holds nothing, will not come back."""
@@ -306,7 +306,7 @@ class Memory(MemoryKind):
         have to come from the other engine."""
         blocks = seq.num_blocks = -(-num_tokens // self.block_size)
         self.gpu.allocate(self.blocks_holding(num_tokens))
-        self.scheduler.changes.append(make_place((seq, ALL_LAYERS, blocks, 0)))
+        self.scheduler.changes.append(Place(seq, ALL_LAYERS, blocks, 0))
         return blocks
 
     @property

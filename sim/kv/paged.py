@@ -6,7 +6,7 @@ A prompt gets its blocks as it starts, a decode one more whenever its last block
 from itertools import pairwise
 from typing import TYPE_CHECKING, ClassVar
 
-from sim.engine.changes import Move, Restore, Tier, make_release
+from sim.engine.changes import Move, Release, Restore, Tier
 from sim.engine.limits import Limits
 from sim.engine.plan import IterationPlan
 from sim.engine.sequence import Sequence
@@ -112,7 +112,7 @@ class PagedMemory(Memory, Swaps):
     def drop_swapped(self, seq: Sequence) -> None:
         self.host.release(self.held_blocks(seq))
         seq.num_blocks = 0
-        self.scheduler.changes.append(make_release((seq,)))
+        self.scheduler.changes.append(Release(seq))
 
     def recount(self) -> tuple[int, int]:
         gpu, host = super().recount()

@@ -7,7 +7,7 @@ Blocks without ids (private prompts, generated tokens) can only be hit by their 
 
 from typing import TYPE_CHECKING, Final
 
-from sim.engine.changes import Move, make_place, make_release
+from sim.engine.changes import Move, Place, Release
 from sim.engine.limits import Limits
 from sim.engine.plan import IterationPlan
 from sim.engine.sequence import Sequence
@@ -189,7 +189,7 @@ class PrefixMemory(PagedMemory):
             self.index.take(holding, match)
             self.gpu.allocate(match.num_idle)
         self.gpu.allocate(num_blocks - match.num_blocks)
-        self.scheduler.changes.append(make_place((seq, ALL_LAYERS, num_blocks, 0)))
+        self.scheduler.changes.append(Place(seq, ALL_LAYERS, num_blocks, 0))
 
     # -- decodes -----------------------------------------------------------------------------------------------------
 
@@ -259,7 +259,7 @@ class PrefixMemory(PagedMemory):
                 del self.holdings[seq]
         self.gpu.release(freed)
         seq.num_blocks = 0
-        self.scheduler.changes.append(make_release((seq,)))
+        self.scheduler.changes.append(Release(seq))
 
     def _name_private_blocks(self, seq: Sequence) -> Holding:
         """Keys for blocks that have none: a preempted sequence may hit its own when it comes back."""

@@ -11,7 +11,7 @@ are free as the whole step takes. What others have not locked by then may be amo
 from typing import TYPE_CHECKING, ClassVar
 
 from sim.engine.batch import DecodeBatch
-from sim.engine.changes import make_place, make_release
+from sim.engine.changes import Place, Release
 from sim.engine.limits import Limits
 from sim.engine.plan import IterationPlan
 from sim.engine.sequence import Sequence
@@ -181,7 +181,7 @@ class RadixMemory(Memory):
         self.pool.take_idle(self.tree.lock_for(seq, prefix.node))
         self.pool.allocate(blocks - prefix.num_blocks)
         seq.num_computed = prefix.num_blocks * self.block_size
-        self.scheduler.changes.append(make_place((seq, ALL_LAYERS, blocks, 0)))
+        self.scheduler.changes.append(Place(seq, ALL_LAYERS, blocks, 0))
 
     def complete(self, plan: IterationPlan) -> None:
         self.pool.evict_deferred()
@@ -256,7 +256,7 @@ class RadixMemory(Memory):
             self.forget(seq)
         else:
             prefix.node, prefix.num_blocks, prefix.version = self.tree.root, 0, -1
-        self.scheduler.changes.append(make_release((seq,)))
+        self.scheduler.changes.append(Release(seq))
 
     def forget(self, seq: Sequence) -> None:
         self._prefixes.pop(seq, None)

@@ -9,7 +9,7 @@ again, each gap as a chunk of its own (section 4.3.4). Before blocks run out, ch
 from itertools import groupby
 from typing import TYPE_CHECKING, ClassVar, NamedTuple, Self
 
-from sim.engine.changes import Hit, Keep, Load, Move, Release, Store, Streamed, Tier, make_place
+from sim.engine.changes import Hit, Keep, Load, Move, Place, Release, Store, Streamed, Tier
 from sim.engine.limits import Limits, TierCounters
 from sim.engine.plan import IterationPlan, StepTimes
 from sim.engine.sequence import Sequence
@@ -175,7 +175,7 @@ class RetentionMemory(Memory):
             self.scheduler.counters.policy["refilled_tokens"] += missed
         if self._tells:
             self.scheduler.changes += (Hit(seq, place, 1, store.chunks[keys[place]]) for place in found.on_gpu)
-        self.scheduler.changes.append(make_place((seq, ALL_LAYERS, blocks, 0)))
+        self.scheduler.changes.append(Place(seq, ALL_LAYERS, blocks, 0))
         if self._tells:
             self._tell_loads(seq, [store.chunks[keys[place]] for place in found.to_load])
 

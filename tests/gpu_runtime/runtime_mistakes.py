@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 from gpu_runtime.kv.copy_engine import CopyEngine
 from kvtwin.testing import live, requests
@@ -38,12 +39,12 @@ def misled(serve: Callable[[type[CheckedDevice]], object], part: str, wrong: Cal
 
 LESS_RESTORED = {
     "a layer too few is projected": (
-        "changes", lambda c: c._replace(hidden_groups=c.hidden_groups[1:]) if isinstance(c, Restore) else c,
+        "changes", lambda c: replace(c, hidden_groups=c.hidden_groups[1:]) if isinstance(c, Restore) else c,
     ),
     "a block too few is copied": (
-        "changes", lambda c: c._replace(num_blocks=c.num_blocks - 1) if isinstance(c, Restore) else c,
+        "changes", lambda c: replace(c, num_blocks=c.num_blocks - 1) if isinstance(c, Restore) else c,
     ),
-    "a block too few is saved behind a prompt": ("behind", lambda m: m._replace(num_blocks=m.num_blocks - 1)),
+    "a block too few is saved behind a prompt": ("behind", lambda m: replace(m, num_blocks=m.num_blocks - 1)),
     "nothing is saved behind a prompt": ("behind", lambda m: None),
 }  # fmt: skip
 """A part of a plan that restores states, and what stands in an item's place (`misled`)."""

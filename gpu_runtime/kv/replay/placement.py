@@ -144,16 +144,16 @@ class Placement:
         """A sequence has, or is about to have, so many blocks of each group."""
 
     def _place(self, place: Place) -> None:
-        seq, gpu_groups, blocks, num_buffers = place
+        seq, blocks = place.seq, place.num_blocks
         if seq in self.held:
             raise InvariantError(f"{seq} is given blocks and holds some already")
         held = self.held[seq] = Held()
         for group in range(self.num_groups):
-            if group in gpu_groups:
+            if group in place.gpu_groups:
                 held.gpu[group] = self.prefixes.take(seq, held, blocks)
             else:
                 held.host[group] = self.host.allocate(blocks)
-        held.slots = [self.gpu.allocate(blocks) for _ in range(num_buffers)]
+        held.slots = [self.gpu.allocate(blocks) for _ in range(place.num_buffers)]
 
     def _release(self, seq: Sequence) -> None:
         """Everything but what is leaving: the scheduler counts that until it hears that the copy has ended."""
@@ -207,13 +207,12 @@ class Placement:
         raise InvariantError(f"{change.seq}: this device keeps KV of all tokens")
 
     def _restore(self, restore: Restore) -> BlockCopy:
-        seq, num_tokens, hidden, groups, recomputed, _ = restore
-        if hidden or recomputed:
+        if restore.computes:
             raise InvariantError(
-                f"{seq}: {len(hidden)} layer groups from hidden states and {len(recomputed)} to be computed again: "
-                "this device restores copied KV only"
+                f"{restore.seq}: {len(restore.hidden_groups)} layer groups from hidden states and "
+                f"{len(restore.recomputed_groups)} to be computed again: this device restores copied KV only"
             )
-        return self._change_tier(seq, groups, Direction.H2D, self.blocks_for(num_tokens))
+        return self._change_tier(restore.seq, restore.kv_groups, Direction.H2D, self.blocks_for(restore.num_tokens))
 
     def _change_tier(self, seq: Sequence, groups: tuple[int, ...], direction: Direction, blocks: int) -> BlockCopy:
         held = self.held[seq]

@@ -54,8 +54,8 @@ class PrefixBlocks:
 
     def hit(self, hit: Hit) -> None:
         """A sequence has a cached run in its place: one that is about to be placed, or instead of its own blocks."""
-        seq, first, num_blocks, run = hit
-        ids = self._cached.hit(run, num_blocks)
+        seq, first, num_blocks = hit.seq, hit.first_block, hit.num_blocks
+        ids = self._cached.hit(hit.run, num_blocks)
         if (held := self._held.get(seq)) is None:
             self._hits.setdefault(seq, {}).update(enumerate(ids, first))
             return
@@ -70,8 +70,8 @@ class PrefixBlocks:
 
     def load(self, load: Load) -> None:
         """What it fills can be hit at once: a sequence that reads it is computed in the same pass, or later."""
-        seq, first, keys = load
-        held, end = self._held[seq], first + len(keys)
+        held, first = self._held[load.seq], load.first_block
+        end = first + len(load.keys)
         self._cached.unwritten.update(self._hosted.load(load, held.gpu[0][first:end]))
         self._there(held, range(first, end))
 

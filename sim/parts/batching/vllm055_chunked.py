@@ -154,8 +154,9 @@ class Vllm055Chunked(Batching):
             stage.enter(seq, first=True)
             if self._front is not None and seq in members:
                 self._front += 1
-        for change in plan.changes:
-            if isinstance(change, Restore) and change.seq in members:
-                members.move_to_end(change.seq)
+        if plan.swapped_in_blocks or plan.mixed_restores:
+            for change in plan.changes:
+                if isinstance(change, Restore) and change.seq in members:
+                    members.move_to_end(change.seq)
         for seq in returned:
             stage.enter(seq)

@@ -110,6 +110,6 @@ class FirstLayersAgain(TokenWiseMemory):
             after.append(self._uncache(seq, uncached, kept, uncached // self.block_size * (kept - had)))
             self._hold_on_host(seq, tokens // self.block_size * had + after[-1].num_blocks)
         # What the pass reads is free once it has what comes.
-        for seq, uncached, _, groups, _ in after:
-            self._hold_on_host(seq, uncached // self.block_size * len(groups))
+        for change in after:
+            self._hold_on_host(change.seq, change.num_tokens // self.block_size * len(change.groups))
         return sum(change.num_blocks for change in after), tuple(after)

@@ -10,7 +10,7 @@ from math import floor
 from typing import TYPE_CHECKING, ClassVar
 
 from sim.engine.batch import DecodeBatch
-from sim.engine.changes import Move, Rebuilt, Tier, Uncache, make_place, make_release
+from sim.engine.changes import Move, Place, Rebuilt, Release, Tier, Uncache
 from sim.engine.limits import Limits
 from sim.engine.plan import IterationPlan
 from sim.engine.sequence import Sequence
@@ -154,7 +154,7 @@ class TokenWiseMemory(Memory):
             hosted = self._hosted_blocks[seq] = self._host_blocks(uncached)
             self.host.allocate(hosted)
         self.gpu.allocate(self._gpu_blocks(blocks, uncached))
-        self.scheduler.changes.append(make_place((seq, self.all_groups, blocks - uncached // self.block_size, 0)))
+        self.scheduler.changes.append(Place(seq, self.all_groups, blocks - uncached // self.block_size, 0))
 
     # -- decodes -----------------------------------------------------------------------------------------------------
 
@@ -292,7 +292,7 @@ class TokenWiseMemory(Memory):
         self.uncached.pop(seq, None)
         self.lacking.pop(seq, None)
         seq.num_blocks = 0
-        self.scheduler.changes.append(make_release((seq,)))
+        self.scheduler.changes.append(Release(seq))
 
     def recount(self) -> tuple[int, int]:
         members = [*self.batch.members, *(seq for seq, _ in self.scheduler.holders())]

@@ -7,7 +7,7 @@ copied out and missing ones back in, beside the computation. `copies_of` has who
 from collections.abc import Callable
 from typing import TYPE_CHECKING, ClassVar
 
-from sim.engine.changes import GPU, HOST, Move, Tier, make_move, make_place, make_release, make_streamed
+from sim.engine.changes import GPU, HOST, Move, Place, Release, Streamed, Tier
 from sim.engine.layers import SEND_BUFFER_LAYERS, offloaded_layers, other_layers, retained_layers, split_evenly
 from sim.engine.limits import Limits
 from sim.engine.plan import IterationPlan, PrefillChunk
@@ -106,7 +106,7 @@ class LayerBlocks(Memory):
         buffer = min(SEND_BUFFER_LAYERS, layers - kept)
         groups = self.groups_on_gpu[seq] = retained_layers(layers, kept) if kept < layers else self.all_groups
         self.gpu.allocate((kept + buffer) * blocks)
-        self.scheduler.changes.append(make_place((seq, groups, blocks, buffer)))
+        self.scheduler.changes.append(Place(seq, groups, blocks, buffer))
         if kept < layers:
             self.host.allocate((layers - kept) * blocks)
             tally = self.scheduler.counters.policy
@@ -131,12 +131,12 @@ class LayerBlocks(Memory):
         freed = min(SEND_BUFFER_LAYERS, layers) * seq.num_blocks if is_last else 0
         if is_last:
             self._note_copy(seq, freed)
-        plan.behind += (make_move((seq, self._leaving[kept], cached, end, GPU, HOST, moved, freed, is_last, None)),)
+        plan.behind += (Move(seq, self._leaving[kept], cached, end, GPU, HOST, moved, freed, is_last),)
         plan.behind_blocks += moved
         if layers > plan.behind_groups:
             plan.behind_groups = layers
         if cached:
-            plan.streamed += (make_streamed((layers, layers * -(-cached // size), 0)),)
+            plan.streamed += (Streamed(layers, layers * -(-cached // size), 0),)
 
     def _note_copy(self, seq: Sequence, freed: int) -> None:
         self.copies_of[seq] = 1
@@ -158,7 +158,7 @@ class LayerBlocks(Memory):
         if missing:
             self.host.release(missing * seq.num_blocks)
         seq.num_blocks = 0
-        self.scheduler.changes.append(make_release((seq,)))
+        self.scheduler.changes.append(Release(seq))
 
     # -- layers out and in -------------------------------------------------------------------------------------------
 
@@ -181,7 +181,7 @@ class LayerBlocks(Memory):
         self.gpu.release(blocks)
         self.host.allocate(blocks)
         self.groups_on_gpu[seq] = ()
-        self.scheduler.changes.append(self._whole(seq, groups, GPU, HOST, blocks, 0)._replace(is_reported=False))
+        self.scheduler.changes.append(self._whole(seq, groups, GPU, HOST, blocks, 0, is_reported=False))
         plan.swapped_out_blocks += blocks
         self.scheduler.counters.swap_out_blocks += seq.num_blocks
 
@@ -195,9 +195,10 @@ class LayerBlocks(Memory):
         return blocks
 
     def _whole(
-        self, seq: Sequence, groups: tuple[int, ...], source: Tier, target: Tier, blocks: int, freed: int
-    ) -> Move:
-        return make_move((seq, groups, 0, seq.num_blocks * self.block_size, source, target, blocks, freed, True, None))
+        self, seq: Sequence, groups: tuple[int, ...], source: Tier, target: Tier, blocks: int, freed: int, *,
+        is_reported: bool = True,
+    ) -> Move:  # fmt: skip
+        return Move(seq, groups, 0, seq.num_blocks * self.block_size, source, target, blocks, freed, is_reported)
 
     def transfer_done(self, move: Move) -> None:
         seq = move.seq

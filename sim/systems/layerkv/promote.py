@@ -96,14 +96,13 @@ class Promote(Stage):
 
     def _head_may_return(self) -> bool:
         """Whether there is a seat and memory for the oldest parked sequence."""
-        if self.scheduler.num_seated >= self.max_num_seqs:
-            return False
-        head = next(iter(self.waiting))
-        if head in self.blocks.copies_of:
-            # A head whose copies are still on their way lets others pass: look closer.
-            return True
-        missing, free = self.blocks.num_hosted(head) * head.num_blocks, self.gpu.free
-        return missing <= free and missing <= free - self.scheduler.eviction.headroom()
+        head, free, blocks = next(iter(self.waiting)), self.gpu.free, self.blocks
+        # A head whose copies are still on their way lets others pass: look closer.
+        if head not in blocks.copies_of:
+            missing = blocks.num_hosted(head) * head.num_blocks
+            if missing > free or missing > free - self.scheduler.eviction.headroom():
+                return False
+        return self.scheduler.num_seated < self.max_num_seqs
 
     def _promote(self) -> None:
         """Copy the missing layers of parked sequences back, first come first served, while memory lasts."""

@@ -9,7 +9,7 @@ Source: sglang 0.5.23, `mem_cache/common.py`, `allocation.py`, `unified_radix_ca
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from sim.engine.batch import DecodeBatch
-from sim.engine.changes import D2H, H2D, Gathered, Move, Tier, make_place, make_release
+from sim.engine.changes import D2H, H2D, Gathered, Move, Place, Release, Tier
 from sim.engine.limits import Limits, TierCounters
 from sim.engine.plan import IterationPlan
 from sim.engine.sequence import Sequence, Status
@@ -345,7 +345,7 @@ class TreeMemory(Memory):
             blocks = -(-(seq.num_computed + num_new) // size)
             pages += blocks - seq.num_blocks
             if not seq.num_computed or seq.num_blocks * size <= seq.num_computed:
-                self.scheduler.changes.append(make_place((seq, ALL_LAYERS, blocks - seq.num_blocks, 0)))
+                self.scheduler.changes.append(Place(seq, ALL_LAYERS, blocks - seq.num_blocks, 0))
             seq.num_blocks = blocks
         # SGLang counts a page more for each, where pages have more tokens than one.
         self.make_room(-(-(tokens + len(chunks) * size) // size) if size > 1 else tokens)
@@ -438,7 +438,7 @@ class TreeMemory(Memory):
         held.node, held.protected, held.since, held.match = root, 0, 0, Match(root, 0, root, 0)
         if seq.status is not Status.WAITING:
             self.forget(seq)
-        self.scheduler.changes.append(make_release((seq,)))
+        self.scheduler.changes.append(Release(seq))
 
     def cached_at_end(self, seq: Sequence, held: Held, num_tokens: int) -> int:
         """Of so many computed tokens of `seq`, which has ended, those that enter the tree."""

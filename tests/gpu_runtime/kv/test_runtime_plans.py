@@ -1,6 +1,7 @@
 """A plan that says anything else than what happens is found out, whatever it is wrong about."""
 
 import pytest
+from msgspec.structs import replace
 from runtime_mistakes import misled
 from runtime_variants import STREAM, policy_of
 
@@ -8,7 +9,7 @@ from gpu_runtime.kv.block_ids import BlockIds, OutOfBlocks
 from gpu_runtime.kv.replay.placement import Placement
 from kvtwin.testing import live, requests
 from kvtwin.testing.live import GROWING, ROWS, tight_limits
-from sim.engine.changes import Move, Place, Release, Restore, Save, Tier, Uncache
+from sim.engine.changes import Move, Place, Release, Restore, Save, Streamed, Tier, Uncache
 from sim.engine.plan import IterationPlan
 from sim.engine.sequence import Sequence
 from sim.errors import InvariantError
@@ -28,7 +29,7 @@ def on(kind, **changed):
     def wrong(item):
         if not isinstance(item, kind):
             return item
-        return item._replace(**{name: change(getattr(item, name)) for name, change in changed.items()})
+        return replace(item, **{name: change(getattr(item, name)) for name, change in changed.items()})
 
     return wrong
 
@@ -65,9 +66,9 @@ MISTAKES = {
     "a block too few moves beside": ("layerkv", "beside", on(Move, num_blocks=less)),
     "a layer too few moves beside": ("layerkv", "beside", on(Move, groups=fewer)),
     "nothing moves beside": ("layerkv", "beside", without(Move)),
-    "a block too many is read": (STREAM, "streamed", on(tuple, num_read=lambda read: read + 1)),
-    "a block too few is written": (STREAM, "streamed", on(tuple, num_written=less)),
-    "nothing streams": (STREAM, "streamed", without(tuple)),
+    "a block too many is read": (STREAM, "streamed", on(Streamed, num_read=lambda read: read + 1)),
+    "a block too few is written": (STREAM, "streamed", on(Streamed, num_written=less)),
+    "nothing streams": (STREAM, "streamed", without(Streamed)),
 }
 
 
@@ -80,7 +81,7 @@ def test_a_wrong_plan_is_found_out(mistake):
 
 def test_a_retained_layer_that_stays_is_missed():
     def stays(move):
-        return move if move.target is Tier.GPU else move._replace(groups=move.groups[1:])
+        return move if move.target is Tier.GPU else replace(move, groups=move.groups[1:])
 
     with pytest.raises(InvariantError, match="copied before and beside the computation"):
         mistaken("layerkv", ("beside", stays), GROWING, gpu=20, seqs=4)
@@ -88,7 +89,7 @@ def test_a_retained_layer_that_stays_is_missed():
 
 def test_what_a_chunk_reads_back_is_counted():
     with pytest.raises(InvariantError, match="read between the layers"):
-        mistaken("layerkv", ("streamed", on(tuple, num_read=less)), chunked=True)
+        mistaken("layerkv", ("streamed", on(Streamed, num_read=less)), chunked=True)
 
 
 # -- block ids alone -----------------------------------------------------------------------------------------------
@@ -128,7 +129,7 @@ def test_blocks_leave_in_pieces_and_come_back_in_their_order(ids):
     """A block, then two: each piece is free when its copy has ended."""
     ids.replay(Place(ids.seq, (0, 1), 3, 0))
     before = list(ids.placement.held[ids.seq].gpu[1])
-    pieces = [ids.move((1,), Tier.HOST)._replace(first_token=a, end_token=b) for a, b in ((0, 4), (4, 12))]
+    pieces = [replace(ids.move((1,), Tier.HOST), first_token=a, end_token=b) for a, b in ((0, 4), (4, 12))]
     begun = [ids.placement.begin(move) for move in pieces]
     assert [list(copy.source) for _, copy in begun] == [before[:1], before[1:]]
     assert ids.used == (6, 3)
@@ -145,7 +146,7 @@ def test_blocks_leave_in_pieces_and_come_back_in_their_order(ids):
 def test_a_piece_follows_what_has_gone_and_is_there(ids, first, end):
     ids.replay(Place(ids.seq, (0, 1), 3, 0))
     with pytest.raises(InvariantError, match="0 have gone and 3 are there"):
-        ids.placement.begin(ids.move((1,), Tier.HOST)._replace(first_token=first, end_token=end))
+        ids.placement.begin(replace(ids.move((1,), Tier.HOST), first_token=first, end_token=end))
 
 
 @pytest.mark.parametrize(
@@ -156,7 +157,7 @@ def test_a_piece_follows_what_has_gone_and_is_there(ids, first, end):
         (lambda ids: Restore(ids.seq, 12, (), (0,), (), 3), "layer group 0 are to be moved, nothing is there"),
         (lambda ids: Place(ids.seq, (0, 1), 3, 0), "holds some already"),
         (lambda ids: ids.move((0,), Tier.HOST), "is not reported"),
-        (lambda ids: ids.move((0,), Tier.HOST, reported=False)._replace(end_token=8), "2 blocks .* 3 blocks is there"),
+        (lambda ids: replace(ids.move((0,), Tier.HOST, reported=False), end_token=8), "2 blocks .* 3 blocks is there"),
         (lambda ids: Release(Sequence(Request(7, 0.0, 1, 1))), "holds no blocks"),
         (lambda ids: Save(ids.seq), "this device keeps no states on the host"),
         (lambda ids: Uncache(ids.seq, 4, 1, (0,), 1), "this device keeps KV of all tokens"),

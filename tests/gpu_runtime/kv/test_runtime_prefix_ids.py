@@ -53,8 +53,9 @@ class Followed:
         lengths = [self.scheduler.batch.num_tokens_of(seq) for seq in plan.decodes]
         spans += [(seq, tokens - 1, tokens) for seq, tokens in zip(plan.decodes, lengths, strict=True)]
         placement.grow((seq, end) for seq, _, end in spans)
-        for seq, first, count, _ in hits:
-            ids = placement.held[seq].gpu[0][first : first + count] if seq in placement.held else []
+        for hit in hits:
+            held = placement.held.get(hit.seq)
+            ids = held.gpu[0][hit.first_block : hit.first_block + hit.num_blocks] if held is not None else []
             self.num_in_flight += len(placement.cached.unwritten.intersection(ids))
         planned, spans = spans, placement.prefixes.to_compute(spans)
         self.num_early += spans != planned

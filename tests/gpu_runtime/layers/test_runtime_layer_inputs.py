@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from runtime_mistakes import check_failures, failing_copies, misled, running_out
 from runtime_variants import WORKLOADS, policy_of
 
@@ -81,11 +82,11 @@ def mistaken(monkeypatch, changed):
 
 
 MISTAKES = {
-    "a block too few is read": lambda record: record._replace(num_read=record.num_read - 1),
-    "more is projected than is left out": lambda record: record._replace(num_tokens=record.num_tokens + BLOCK_SIZE),
-    "less is projected than is left out": lambda record: record._replace(num_tokens=0),
-    "a block too many is written": lambda record: record._replace(num_written=record.num_written + 1),
-    "the inputs are forgotten": lambda record: record._replace(num_inputs=0),
+    "a block too few is read": lambda record: replace(record, num_read=record.num_read - 1),
+    "more is projected than is left out": lambda record: replace(record, num_tokens=record.num_tokens + BLOCK_SIZE),
+    "less is projected than is left out": lambda record: replace(record, num_tokens=0),
+    "a block too many is written": lambda record: replace(record, num_written=record.num_written + 1),
+    "the inputs are forgotten": lambda record: replace(record, num_inputs=0),
 }
 
 

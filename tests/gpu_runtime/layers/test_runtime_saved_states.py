@@ -3,6 +3,7 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from runtime_mistakes import LESS_RESTORED, check_failures, failing_copies, misled, running_out
 from runtime_variants import WORKLOADS, policy_of
 
@@ -99,7 +100,7 @@ def mistaken(monkeypatch, part, wrong):
 
 MISTAKES = LESS_RESTORED | {
     "a layer too many is computed again": (
-        "changes", lambda c: c._replace(recomputed_groups=(1,)) if isinstance(c, Restore) else c,
+        "changes", lambda c: replace(c, recomputed_groups=(1,)) if isinstance(c, Restore) else c,
     ),
     "nothing comes back": ("changes", lambda c: None if isinstance(c, Restore) else c),
     "nothing is saved": ("changes", lambda c: None if isinstance(c, Save) else c),

@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from runtime_mistakes import check_failures, failing_copies, misled, running_out
 from runtime_variants import CONTIGUOUS, WORKLOADS, policy_of
 
@@ -149,7 +150,7 @@ def test_no_workload_finds_a_token_that_is_changed(rows, seed, **sizes):
 
 def rebuilt(**changes):
     def change(record):
-        return record._replace(**{name: value(record) for name, value in changes.items()})
+        return replace(record, **{name: value(record) for name, value in changes.items()})
 
     return "streamed", change
 
@@ -158,7 +159,7 @@ def uncached(**changes):
     def change(item):
         if not isinstance(item, Uncache) or not item.num_blocks:
             return item
-        return item._replace(**{name: value(item) for name, value in changes.items()})
+        return replace(item, **{name: value(item) for name, value in changes.items()})
 
     return "changes", change
 
@@ -172,7 +173,7 @@ MISTAKES = {
     "a block too many is read": rebuilt(num_read=lambda r: r.num_read + 1),
     "a block too many is written": rebuilt(num_written=lambda r: r.num_written + 1),
     "all stay uncached": rebuilt(
-        after=lambda r: tuple(a._replace(num_tokens=n) for a, (_, n) in zip(r.after, r.tokens, strict=True))
+        after=lambda r: tuple(replace(a, num_tokens=n) for a, (_, n) in zip(r.after, r.tokens, strict=True))
     ),
     "nothing comes back": ("streamed", lambda record: None),
     "a block too few leaves": uncached(num_blocks=lambda c: c.num_blocks - 1),
@@ -180,7 +181,7 @@ MISTAKES = {
     "a block fewer is uncached": uncached(num_tokens=lambda c: c.num_tokens - BLOCK_SIZE),
     "there is no scratch": uncached(num_scratch=lambda c: 0),
     "nothing leaves": ("changes", lambda c: None if isinstance(c, Uncache) else c),
-    "a block too few leaves behind a prompt": ("behind", lambda move: move._replace(num_blocks=move.num_blocks - 1)),
+    "a block too few leaves behind a prompt": ("behind", lambda move: replace(move, num_blocks=move.num_blocks - 1)),
     "nothing leaves behind a prompt": ("behind", lambda move: None),
 }
 
