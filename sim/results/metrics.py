@@ -95,11 +95,12 @@ class RequestLog:
         self, table: TableSink | None = None, goodput: Goodput | None = None, front_end_s: float = 0.0
     ) -> None:
         """`front_end_s` passes between a client and the engine, there and back: the engine's clock is that much behind
-        the clients'. Before a request arrives there, `front_end_s_per_token` passes for each token of its prompt."""
+        the clients'."""
         self.table = table
         self.goodput = goodput
         self.front_end_s = front_end_s
-        self.front_end_s_per_token = 0.0
+        self.sent_s: dict[int, float] = {}
+        """When requests were sent that the tokeniser has handed over since, by id."""
         self.completed = 0
         self.ignored = 0
         self.num_broken_off = 0
@@ -159,7 +160,7 @@ class RequestLog:
     def end(self, seq: Sequence, where: tuple[int, ...] = ()) -> None:
         """Take the figures of a sequence that ended; `where` are the values of `ENGINE_COLUMNS`."""
         request_id, arrival_s, prompt_tokens = seq.request[:3]
-        arrival_s -= self.front_end_s_per_token * prompt_tokens
+        arrival_s = self.sent_s.pop(request_id, arrival_s)
         if where:
             self.ended_at[where[0]] += 1
         if arrival_s < self.first_arrival_s:

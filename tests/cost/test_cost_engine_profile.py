@@ -305,26 +305,25 @@ def test_the_front_end_shifts_what_clients_see_and_no_decision(tmp_path):
 
 
 @pytest.mark.parametrize("closed", [{}, {"max_concurrency": 3}])
-def test_the_tokeniser_delays_long_prompts(tmp_path, closed):
-    """A long prompt reaches the engine after a short one sent later; clients measure from when they sent it."""
+def test_prompts_wait_for_one_tokeniser(tmp_path, closed):
+    """Short prompts sent after a long one reach the engine after it; clients measure from when they sent them."""
+    path, prompts = tmp_path / "trace.csv", (1000, 500, 500, 500)
 
-    def edit(data):
-        constant = {"value": 2e-3, "unit": "s/token", "status": "assumed", "source": "made up"}
-        data["constants"]["front_end_s_per_token"] = constant
+    def seen(s_per_token, arrivals_s):
+        rows = [f"{arrival_s},{tokens},4" for arrival_s, tokens in zip(arrivals_s, prompts, strict=True)]
+        path.write_text("\n".join(["arrival_s,prompt_tokens,output_tokens", *rows]))
+        constant = {"value": s_per_token, "unit": "s/token", "status": "assumed", "source": "made up"}
+        profile = edited(tmp_path, lambda d: d["constants"].update(front_end_s_per_token=constant))
+        changes = {"workload": None, "num_prompts": None, "request_rate": None, "trace": str(path), **closed}
+        return assemble(finished("vllm-v1", options=replace(CROWDED, engine_profile=profile, **changes)))
 
-    path = tmp_path / "trace.csv"
-    rows = ["arrival_s,prompt_tokens,output_tokens", "0.0,1000,4", "0.5,50,4", "0.625,50,4", "9.0,500,4"]
-    path.write_text("\n".join(rows))
-    changes = {"workload": None, "num_prompts": None, "request_rate": None, "trace": str(path), **closed}
-    delayed, plain = (
-        assemble(finished("vllm-v1", options=replace(CROWDED, engine_profile=profile, **changes)))
-        for profile in (edited(tmp_path, edit), "vllm-v1")
-    )
+    delayed = seen(2e-3, (0.0, 0.5, 0.625, 9.0))
+    # By hand: 1,000 tokens take 2 s, and each of the others waits for those before it.
+    plain = seen(0.0, (2.0, 3.0, 4.0, 10.0))
     assert delayed.start_times == pytest.approx([0.0, 0.5, 0.625, 9.0])
-    # Each is alone at the engine, and takes what it did and its tokeniser's time.
-    for i, tokens in enumerate((1000, 50, 50, 500)):
-        assert delayed.ttfts[i] == pytest.approx(plain.ttfts[i] + 2e-3 * tokens, abs=0.02)
-        assert delayed.queue_times[i] >= 2e-3 * tokens
+    for name in ("ttfts", "queue_times", "latencies"):
+        waited = [a - b for a, b in zip(getattr(delayed, name), getattr(plain, name), strict=True)]
+        assert waited == pytest.approx([2.0, 2.5, 3.375, 1.0])
 
 
 def test_clients_in_a_closed_loop_wait_for_the_front_end(tmp_path):
