@@ -141,6 +141,26 @@ def test_requests_wait_from_arrival_to_first_scheduled_whatever_the_samples_say(
     assert waiting(figure_run()) is None
 
 
+def test_every_lane_is_said_to_be_used_or_not_by_the_policy_that_uses_it():
+    used = figure_run("b", series=series_of(3, d2h_busy_s=[0, 1, 2]), lanes=lanes(d2h=2.0))
+    axes = FIGURES["lanes.png"]([figure_run("a", series=series_of(3)), used]).axes
+    found = [ax.get_title(loc="left") for ax in axes[:2]]
+    assert found == ["GPU compute (never used: PCIe host to device)", "PCIe device to host"]
+    assert [ax.get_title(loc="right").replace("\xa0", " ") for ax in axes] == [
+        "never used", "never used", "never used", "busy 5 % of the time",
+    ]  # fmt: skip
+    # Policies are named at the right, where no scale is.
+    assert [(ax.yaxis.get_label_position(), ax.get_ylabel()) for ax in axes[1::2]] == [("right", "a"), ("right", "b")]
+
+
+@pytest.mark.parametrize(("ttft_ms", "unit"), [(999.9, "ms"), (1000.0, "s")])
+def test_bars_of_a_second_or_more_are_in_seconds(ttft_ms, unit):
+    run = figure_run(mean_ttft_ms=ttft_ms, mean_queue_ms=400.0)
+    bars = FIGURES["queueing.png"]([run]).axes[0]
+    assert bars.get_xlabel() == f"mean TTFT, {unit}"
+    assert sum(patch.get_width() for patch in bars.patches) == pytest.approx(ttft_ms / (1e3 if unit == "s" else 1.0))
+
+
 def test_a_column_is_held_from_sample_to_sample_and_pools_are_free_before_the_first():
     """The first iteration, at 1 s, has taken 3 GPU blocks and given 1 back: 10 were free before, 8 after it."""
     engine = {name: np.array([0.0, 0.0]) for name in COLUMNS} | {
