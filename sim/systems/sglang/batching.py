@@ -161,13 +161,15 @@ class ExtendFirst(Batching):
         while (defers := self._defers_prompts()) or not self._prefill(plan, now_s):
             if self.running:
                 self._decode(plan)
-            elif self.scheduler.in_flight or (self.tree.is_copying and not defers):
+            elif self.scheduler.in_flight:
+                pass
+            elif (defers or self.tree.tree.writes_wait) and (self.queue.waiting or self.chunked is not None):
+                # It looks again at once.
+                self.tree.begin_step(now_s)
+                continue
+            elif self.tree.is_copying:
                 pass
             elif self.queue.waiting or self.chunked is not None:
-                if defers:
-                    # It looks again at once.
-                    self.tree.begin_step(now_s)
-                    continue
                 if not self.scheduler.changed:
                     self._give_up()
                     continue

@@ -439,6 +439,11 @@ class PrefixTree:
         """What its copy takes of the host's marks; None: there is no room for them."""
         return 0
 
+    @property
+    def writes_wait(self) -> bool:
+        """Whether copies are to begin with the next step."""
+        return bool(self._to_write)
+
     def begin_writing(self) -> list[Writing]:
         """The copies that begin now, as one."""
         begun, self._to_write = self._to_write, []
