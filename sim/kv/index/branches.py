@@ -24,7 +24,8 @@ def by_branch(root: Any, ends: Sequence[Any]) -> list[int]:  # noqa: ANN401 - no
         left.append((node, True))
         branches = [child for child in node.children.values() if child in weights]
         branches.sort(key=weights.__getitem__, reverse=True)
-        left += [(child, False) for child in reversed(branches)]
+        branches.reverse()
+        left += [(child, False) for child in branches]
     return order
 
 
