@@ -198,7 +198,7 @@ SERVED = (
     "vllm-v1:spec-method=ngram,spec-tokens=3", "vllm-v1:spec-method=eagle3,spec-tokens=2,acceptance-rate=0.7",
     "vllm-v1:spec-method=draft_model,spec-tokens=4,spec-model=llama-2-7b,acceptance-rate=0.7", "vllm-v1:order=priority",
     "vllm-v1:enable-lora=true,max-loras=2,max-lora-rank=32", "sglang:schedule-policy=fcfs,max-new-tokens=99",
-    "sglang:enable-dp-attention=true", "sglang:schedule-conservativeness=0.4",
+    "sglang:enable-dp-attention=true", "sglang:schedule-conservativeness=0.4,radix-eviction-policy=filo",
 )  # fmt: skip
 
 
