@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,7 +17,8 @@ from sim.engine.sequence import Sequence
 
 def named(fields):
     """A chunk, change or copy, with its kind and with requests' ids for sequences, which differ between two runs."""
-    values = [field.request.request_id if isinstance(field, Sequence) else field for field in fields]
+    each = fields if isinstance(fields, tuple) else msgspec.structs.astuple(fields)
+    values = [field.request.request_id if isinstance(field, Sequence) else field for field in each]
     return type(fields).__name__, *values
 
 
