@@ -39,8 +39,8 @@ SGLANG_FLAGS = {
 """Options of ours that SGLang's server calls otherwise."""
 UNTOLD_BY_SGLANG = ("max_new_tokens", "ignore_eos", "lpm_longest")
 """Of the policies' own: what requests ask for, and a constant of SGLang's source."""
-SGLANG_EVICTIONS = ("fifo", "mru", "filo")
-"""What `--radix-eviction-policy` of its server refuses, though its radix tree has them."""
+REFUSED_BY_SGLANG = {"radix_eviction_policy": ("fifo", "mru", "filo")}
+"""Values that its server's command line does not take, though its radix tree has them."""
 SPECULATION = tuple(field.name for field in fields(SpeculativeOptions))
 SERVED_STAGES = ("direct", "hand-over", "nixl")
 TRAFFIC = ("trace", "trace_format", *READING, *SHAPING, *OF_WORKLOADS)
@@ -77,7 +77,8 @@ def _asked(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         if value == option.field.default or option.name in SPECULATION:
             continue
         asked[option.name] = value
-        if option.name in UNTOLD_BY_SGLANG or value in SGLANG_EVICTIONS or not (sglang or option.is_plain):
+        is_refused = option.name in UNTOLD_BY_SGLANG or value in REFUSED_BY_SGLANG.get(option.name, ())
+        if is_refused or not (sglang or option.is_plain):
             untold.add(option.name)
     for part in policy.mixed_options:
         given = {f.name: value for f, _ in option_fields(type(part)) if (value := getattr(part, f.name)) != f.default}

@@ -24,6 +24,7 @@ def by_branch(root: Any, ends: Sequence[Any]) -> list[int]:  # noqa: ANN401 - no
         left.append((node, True))
         branches = [child for child in node.children.values() if child in weights]
         branches.sort(key=weights.__getitem__, reverse=True)
+        # Not `reversed` below: mypyc cannot compile it there.
         branches.reverse()
         left += [(child, False) for child in branches]
     return order
