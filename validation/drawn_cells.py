@@ -157,9 +157,8 @@ def setup_of(cell: Cell, scenario: Scenario, policy: str) -> Setup:
 def run(true: Setup, told: Setup, requests: Sequence[Request], observer: Observer | None = None) -> SimulatedRun:
     """A run on the machine `true` of an engine that takes it to be `told`."""
     env, parts = simpy.Environment(), build_engines(told, None, NOTHING)[0]
-    front_end = true.engine_profile.front_end() if true.engine_profile else (0.0, 0.0)
-    parts.log.front_end_s = front_end[0]
-    arrivals = arrivals_of(true.scenario, requests, *front_end, parts.log.sent_s)
+    parts.log.front_end_s = true.front_end[0]
+    arrivals = arrivals_of(true.scenario, requests, *true.front_end, parts.log.sent_s)
     sizes = {
         "layers": true.model.num_layers, "block_bytes": true.limits.block_bytes,
         "hidden_bytes": true.model.hidden_bytes_per_token_layer,

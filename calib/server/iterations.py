@@ -79,7 +79,7 @@ def replay(setup: Setup, served: ServedRun, known: int) -> Replay:
         known: only the tokens of the first so many requests are looked at.
     """
     parts = build_engine(setup, None, Recording())
-    front_end_s, s_per_token = setup.engine_profile.front_end() if setup.engine_profile else (0.0, 0.0)
+    front_end_s, s_per_token = setup.front_end
     engine, arrivals, cost = parts.engine, Arrivals(served.requests), setup.cost
     if s_per_token:
         arrivals = Tokeniser(arrivals, s_per_token)

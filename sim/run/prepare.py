@@ -88,6 +88,11 @@ class Setup:
         """Of an engine: one, or as many virtual engines as it has stages, each with these limits (vLLM 0.5)."""
         return 1 if self.limits.stages > 1 else self.pp
 
+    @property
+    def front_end(self) -> tuple[float, float]:
+        """As `EngineProfile.front_end`; nothing where prices have no engine, s and s/token."""
+        return self.engine_profile.front_end() if self.engine_profile else (0.0, 0.0)
+
     def priced(self, profile: Profile, engine: EngineProfile | None) -> "Setup":
         """The same with other constants."""
         scenario = replace(self.scenario, tp=self.tp)

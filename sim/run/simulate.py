@@ -36,11 +36,10 @@ def build_run(
 ) -> SimulatedRun:
     """Put engines and what drives them together; `execute` sets it going."""
     env, scenario = Environment(), setup.scenario
-    front_end = setup.engine_profile.front_end() if setup.engine_profile else (0.0, 0.0)
     engines = build_engines(setup, table, keep)
     log = engines[0].log
-    log.front_end_s = front_end[0]
-    arrivals = arrivals_of(scenario, requests, *front_end, log.sent_s)
+    log.front_end_s = setup.front_end[0]
+    arrivals = arrivals_of(scenario, requests, *setup.front_end, log.sent_s)
     if scenario.autoscale is not None:
         from sim.clock.assembly import build_autoscaled  # noqa: PLC0415 - most runs have one engine
 
