@@ -48,19 +48,12 @@ def clip(requests: Iterable[Request], max_tokens: int) -> Iterator[Request]:
     """
     if max_tokens < 2:
         raise TraceError(f"clip {max_tokens} is too small; a request needs 2 tokens, one of prompt and one of output")
-    return (
-        request
-        if request.prompt_tokens + request.output_tokens <= max_tokens and not request.calls
-        else _clip(request, max_tokens)
-        for request in requests
-    )
+    return (request if request.most_tokens <= max_tokens else _clip(request, max_tokens) for request in requests)
 
 
 def _clip(request: Request, max_tokens: int) -> Request:
     prompt, output, calls = request.prompt_tokens, request.output_tokens, request.calls
     if calls:
-        if request.most_tokens <= max_tokens:
-            return request
         returned = accumulate(call.returned_tokens for call in calls)
         calls = calls[: sum(tokens <= max_tokens // 2 - 1 for tokens in returned)]
         max_tokens -= sum(call.returned_tokens for call in calls)

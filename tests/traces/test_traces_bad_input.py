@@ -29,6 +29,7 @@ BAD_ROWS = [
     # text, line, then what the message must hold: field, value, remedy
     (OWN + '1.0,"' + "9" * 200_000 + '",2\n', 3, ["row", "not CSV", "field limit"]),
     (JSONL + JSONL.replace(": 0", ": 1" + "0" * 400), 2, ["timestamp 10"]),
+    (OWN + "1," + "x" * 80 + ",2\n", 3, [f"prompt_tokens '{'x' * 55}...' is not a number"]),
     (JSONL + "3\n", 2, ["line '3'", "not a JSON object", "one object a line"]),
     (JSONL + "[" * 100_000 + "\n", 2, ["not JSON"]),
     ("[" + '{"a":' * 100_000, 1, ["element", "nested too deeply"]),

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from traces.errors import TraceError
 from traces.hash_ids import hashes_fit, output_blocks, output_hashes_fit
-from traces.request import Image, Request
+from traces.request import Image, Request, ToolCall
 from traces.resample import resample
 from traces.tool_calls import with_tool_calls
 from traces.transforms import at_request_rate, clip, head, merge, scale_rate, spread_ties, window
@@ -99,6 +99,19 @@ def test_clip_fits_keeps_what_it_can_and_trims_hash_ids(prompt, output, limit, b
 def test_clip_by_hand_with_output_ids(output, names, limit, after):
     before = Request(0, 0.0, 40, output, "", (1, 2, 3), 16, names)
     assert next(clip([before], limit))[2:9] == after
+
+
+@given(tokens, st.integers(2, 300), st.lists(st.integers(0, 300), max_size=4), st.integers(2, 1000))
+def test_answers_of_tools_fit_beside_what_a_clip_keeps(prompt, output, returned, limit):
+    calls = tuple(ToolCall(after, 0.5, tokens) for after, tokens in enumerate(returned, 1) if after < output)
+    before = Request(0, 0.0, prompt, output, calls=calls)
+    after = next(clip([before], limit))
+    fits = prompt + output + sum(call.returned_tokens for call in calls) <= limit
+    assert (after == before) == fits
+    assert after.most_tokens <= limit
+    assert after.calls == calls[: len(after.calls)]
+    kept = [sum(returned[: i + 1]) <= limit // 2 - 1 and i + 1 < after.output_tokens for i in range(len(calls))]
+    assert len(after.calls) == (len(calls) if fits else sum(kept))
 
 
 def test_a_clipped_prompt_keeps_its_whole_images() -> None:
