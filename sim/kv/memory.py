@@ -48,8 +48,6 @@ class MemoryKind(Part):
     """Whether a prompt takes the blocks of all that it may ever generate."""
     can_receive: ClassVar[bool] = True
     """Whether KV can come from another engine; else `receive` is not called."""
-    splits_layers: ClassVar[bool] = False
-    """Whether a prompt may start with some of its layers on the host."""
 
 
 class Memory(MemoryKind):

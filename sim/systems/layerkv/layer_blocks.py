@@ -36,7 +36,6 @@ class LayerBlocks(Memory):
     needs: ClassVar[tuple[Need, ...]] = (Need("stage", "leaves layers on the host", offers="brings_layers_back"),)
     takes_chunks: ClassVar[bool] = False
     can_receive: ClassVar[bool] = False
-    splits_layers: ClassVar[bool] = True
     memoized = ("_minimum_layers",)
 
     @classmethod
