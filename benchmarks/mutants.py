@@ -1,6 +1,7 @@
 """Random faults in a copy of the tree: do the tests notice?
 
-    python benchmarks/mutants.py [--count 436] [--seed 1] [--only PATH ...] [--jobs 1] [--out JOURNAL] [--cache FOLDER]
+    python benchmarks/mutants.py [--count 436] [--seed 1] [--only PATH ...] [--tests PATH ...] [--jobs 1]
+        [--out JOURNAL] [--cache FOLDER]
 
 A fault is one operator, comparison, constant or condition changed, or one statement left out. It is drawn from all such
 places of the packages. What executes its line is run over it: a few fast tests first, then the others, each file's
@@ -383,12 +384,18 @@ def try_out_here(task: tuple[Fault, dict[str, float]], most_s: float) -> dict[st
     return try_out(*task, Worker.known, most_s, Worker.tree, Worker.asked())
 
 
+def is_below(name: str, folders: list[str]) -> bool:
+    """Whether a file is one of these, or in one."""
+    return any(map(Path(name).is_relative_to, folders))
+
+
 def main() -> None:
     """Draw, run, and say what was missed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=436, help="faults to draw (default: 436)")
     parser.add_argument("--seed", type=int, default=1, help="of the draw (default: 1)")
     parser.add_argument("--only", nargs="+", default=["."], help="files and folders to draw from (default: all)")
+    parser.add_argument("--tests", nargs="+", default=["tests"], help="files and folders of tests (default: all)")
     parser.add_argument("--jobs", type=int, default=1, help="processes (default: 1)")
     parser.add_argument("--seconds", type=float, default=240.0, help="of tests for each fault (default: 240)")
     parser.add_argument("--slowest", type=float, default=60.0, help="seconds of a test; slower ones are left out (60)")
@@ -400,8 +407,8 @@ def main() -> None:
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
     files = [name for name in listed.split("\n") if name and (ROOT / name).is_file()]
     sources = [name for name in files if name.endswith(".py") and name.split("/")[0] in FAULTY]
-    tests = [name for name in files if name.startswith("tests/") and Path(name).name.startswith("test_")]
-    chosen = [name for name in sources if any(map(Path(name).is_relative_to, arguments.only))]
+    tests = [name for name in files if Path(name).match("test_*.py") and is_below(name, arguments.tests)]
+    chosen = [name for name in sources if is_below(name, arguments.only)]
     faults = [fault for name in chosen for fault in faults_of(name)]
     drawn = random.Random(arguments.seed).sample(faults, min(arguments.count, len(faults)))
     known = LineTests(arguments.cache / "map", ROOT, sources, arguments.slowest)
