@@ -1,7 +1,7 @@
 """`Tokeniser`: requests reach the engine once their prompts are tokenised, one after the other."""
 
-from collections import deque
 from collections.abc import Callable
+from heapq import heappop, heappush, heapreplace
 from math import inf
 
 from sim.clock.arrivals import Arrivals
@@ -11,18 +11,23 @@ from traces.request import Request
 class Tokeniser(Arrivals):
     """Requests as a client sends them, handed over once tokenised: `s_per_token` for each token of the prompt.
 
-    Prompts wait for one another, as for vLLM's one thread (`renderer_num_workers`), and keep their order. A request's
-    arrival is then the time at which it reached the engine; `sent_s` is told when it was sent.
+    Each server tokenises one prompt at a time, as vLLM's one thread does (`renderer_num_workers`); of `num_servers` the
+    one that is free first takes the next. A request's arrival is then the time at which it reached the engine;
+    `sent_s` is told when it was sent.
     """
 
-    __slots__ = ("_free_s", "_s_per_token", "_sent", "_sent_s", "_under_way")
+    __slots__ = ("_free_s", "_num_begun", "_s_per_token", "_sent", "_sent_s", "_under_way")
 
-    def __init__(self, sent: Arrivals, s_per_token: float, sent_s: dict[int, float] | None = None) -> None:
+    def __init__(
+        self, sent: Arrivals, s_per_token: float, num_servers: int = 1, sent_s: dict[int, float] | None = None
+    ) -> None:
         self._sent = sent
         self._s_per_token = s_per_token
         self._sent_s = {} if sent_s is None else sent_s
-        self._under_way: deque[Request] = deque()
-        self._free_s = 0.0
+        self._free_s = [0.0] * num_servers
+        # When it is done, how many began before it, the request.
+        self._under_way: list[tuple[float, int, Request]] = []
+        self._num_begun = 0
         self.next_s = sent.next_s
 
     @property
@@ -33,8 +38,8 @@ class Tokeniser(Arrivals):
     def deliver(self, until_s: float, to: Callable[[Request], object]) -> None:
         """Hand over every request that was sent and tokenised by `until_s`."""
         self._sent.deliver(until_s, self._begin)
-        while self._under_way and self._under_way[0].arrival_s <= until_s:
-            to(self._under_way.popleft())
+        while self._under_way and self._under_way[0][0] <= until_s:
+            to(heappop(self._under_way)[2])
         self._foresee()
 
     def ended(self, request: Request, at_s: float) -> None:
@@ -43,10 +48,13 @@ class Tokeniser(Arrivals):
         self._foresee()
 
     def _begin(self, request: Request) -> None:
-        self._sent_s[request.request_id] = request.arrival_s
-        self._free_s = max(self._free_s, request.arrival_s) + self._s_per_token * request.prompt_tokens
-        self._under_way.append(request._replace(arrival_s=self._free_s))
+        request_id, sent_s, prompt_tokens, *others = request
+        self._sent_s[request_id] = sent_s
+        done_s = max(self._free_s[0], sent_s) + self._s_per_token * prompt_tokens
+        heapreplace(self._free_s, done_s)
+        heappush(self._under_way, (done_s, self._num_begun, Request(request_id, done_s, prompt_tokens, *others)))
+        self._num_begun += 1
 
     def _foresee(self) -> None:
         """The next is due, or is sent and due after that: nothing is handed over before."""
-        self.next_s = min(self._sent.next_s, self._under_way[0].arrival_s if self._under_way else inf)
+        self.next_s = min(self._sent.next_s, self._under_way[0][0] if self._under_way else inf)

@@ -45,7 +45,7 @@ def test_what_schedules_ahead_and_stands_still_is_an_error(monkeypatch):
     monkeypatch.setattr(type(run.engines[0].engine), "schedule", lambda engine, now_s: None)
     with pytest.raises(InvariantError) as caught:
         execute(run)
-    assert str(caught.value) == "the engine stands still at 0.5 s with requests unfinished"
+    assert str(caught.value) == "the engine stands still at 0.500026 s with requests unfinished"
 
 
 # -- left open -------------------------------------------------------------------------------------------------------

@@ -15,6 +15,8 @@ from small_results import CROWDED, finished
 import kvtwin
 from kvtwin import main
 from kvtwin.testing import limits, linear_machine, requests, simulate
+from sim.clock.arrivals import Arrivals
+from sim.clock.tokeniser import Tokeniser
 from sim.cost.engine_profile import MEMORY_UNITS, OPTIONAL_UNITS, SHIPPED, UNITS, load_engine_profile, shipped_engines
 from sim.cost.forms import build_cost
 from sim.cost.host import Host
@@ -231,7 +233,7 @@ def test_a_result_says_which_engine_priced_it_and_what_of_it_is_assumed():
     assert (used.name, used.sha256, used.assumed) == (
         "vllm-0.5",
         shipped.content_hash,
-        ["host_s_per_sequence", "front_end_s"],
+        ["host_s_per_sequence", "front_end_s", "front_end_s_per_token"],
     )
     assert result.lanes.host.busy_s > 0
     other = assemble(finished("vllm-recompute", options=replace(CROWDED, engine_profile="kvtwin")))
@@ -326,6 +328,15 @@ def test_prompts_wait_for_one_tokeniser(tmp_path, closed):
         assert waited == pytest.approx([2.0, 2.5, 3.375, 1.0])
 
 
+def test_each_server_tokenises_one_prompt_at_a_time():
+    """Of two the one that is free first takes the next: a short prompt overtakes a long one, and waits for a short."""
+    sent = [Request(0, 0.0, 1000, 1), Request(1, 0.5, 500, 1), Request(2, 0.625, 500, 1), Request(3, 9.0, 500, 1)]
+    tokeniser, handed = Tokeniser(Arrivals(sent), 2e-3, num_servers=2), []
+    while tokeniser.next_s < inf:
+        tokeniser.deliver(tokeniser.next_s, handed.append)
+    assert [(one.request_id, one.arrival_s) for one in handed] == [(1, 1.5), (0, 2.0), (2, 2.5), (3, 10.0)]
+
+
 def test_clients_in_a_closed_loop_wait_for_the_front_end(tmp_path):
     """One at a time: each is sent when the answer before has come, front end included."""
     options = replace(
@@ -406,6 +417,7 @@ def test_the_page_has_the_constants_of_every_shipped_engine():
             ("host_base_s", 1e3, "ms"),
             ("host_s_per_sequence", 1e6, "us"),
             ("front_end_s", 1e3, "ms"),
+            ("front_end_s_per_token", 1e6, "us"),
         ):
             marked = " (assumed)" if constant in profile.assumed else ""
             shown.append(f"{profile.value(constant) * scale:g} {unit}{marked}")
