@@ -48,11 +48,10 @@ class Tokeniser(Arrivals):
         self._foresee()
 
     def _begin(self, request: Request) -> None:
-        request_id, sent_s, prompt_tokens, *others = request
-        self._sent_s[request_id] = sent_s
-        done_s = max(self._free_s[0], sent_s) + self._s_per_token * prompt_tokens
+        self._sent_s[request.request_id] = request.arrival_s
+        done_s = max(self._free_s[0], request.arrival_s) + self._s_per_token * request.prompt_tokens
         heapreplace(self._free_s, done_s)
-        heappush(self._under_way, (done_s, self._num_begun, Request(request_id, done_s, prompt_tokens, *others)))
+        heappush(self._under_way, (done_s, self._num_begun, request._replace(arrival_s=done_s)))
         self._num_begun += 1
 
     def _foresee(self) -> None:

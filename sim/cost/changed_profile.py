@@ -7,7 +7,7 @@ from math import isfinite
 
 from msgspec import structs
 
-from sim.cost.profile import KERNEL_NAMES, MAY_BE_ZERO, UNITS, Constant, Profile, load_profile
+from sim.cost.profile import GIVEN, KERNEL_NAMES, MAY_BE_ZERO, UNITS, Constant, Profile, load_profile
 from sim.errors import UserError
 from sim.specs.hardware import HardwareSpec
 from sim.specs.quantization import PRODUCT_FORMATS
@@ -81,7 +81,7 @@ def changed(profile: Profile, text: str) -> Profile:
             if own.startswith("allreduce"):
                 # What is said counts, not what was measured.
                 profile = structs.replace(profile, all_reduce=None)
-            constants[own] = Constant(number, None, unit, f"given by the user: {word.strip()}")
+            constants[own] = Constant(number, None, unit, f"{GIVEN}{name}={given.strip()}")
     return structs.replace(profile, name=f"{profile.name}:{text}", constants=constants)
 
 

@@ -16,7 +16,7 @@ from typing import Literal
 import msgspec
 
 from sim.cost.host import Host
-from sim.cost.profile import Profile
+from sim.cost.profile import GIVEN, Profile
 from sim.errors import UserError
 from sim.specs.json_file import built_in_names, convert, find_file, once_of, read_json_object
 from sim.specs.memory import EngineMemory
@@ -157,9 +157,19 @@ class EngineProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dic
         return lambda batch: padded[batch] if batch <= most else batch
 
     def measured_by(self, profile: Profile) -> "EngineProfile":
-        """With what a profile found: our own engine's host time by a calibration, whatever a fitted server ran."""
+        """With what a profile found: our own engine's host time by a calibration, whatever a fitted server ran.
+
+        Raises:
+            UserError: such a constant that the user gave, where nothing would ask for it.
+        """
         of_ours = self.name in (OURS, OURS_AHEAD) and profile.status == "measured"
         if "step_overhead_s" not in profile.constants or not (of_ours or profile.status == "measured-from-server"):
+            for name, own in MEASURED.items():
+                if name in profile.constants and profile.constants[name].source.startswith(f"{GIVEN}{name}"):
+                    raise UserError(
+                        f"profile {profile.name}: {name} is of the engine that the profile was measured with, and "
+                        f"{self.name} prices this run; give --engine-profile a file with another {own}"
+                    )
             return self
         constants = dict(self.constants)
         for name, own in MEASURED.items():

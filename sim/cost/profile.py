@@ -131,6 +131,8 @@ of the live runtime's own engine, where its iterations were timed whole: absent 
 (`sim.cost.engine_profile`). `front_end_s` and
 `front_end_s_per_token` are of a server that a profile was fitted to. `docs/calibration.md` has them all.
 """
+GIVEN = "given by the user: "
+"""Begins the source of a constant that was (`sim.cost.changed_profile`)."""
 OPTIONAL: dict[str, str | float] = {
     **{product_name(kind, name): absent for kind in PRODUCT_FORMATS for name, (_, absent) in PRODUCT_UNITS.items()},
     "fp32_flops_per_s": "flops_per_s",

@@ -17,6 +17,7 @@ from kvtwin import main
 from kvtwin.testing import limits, linear_machine, requests, simulate
 from sim.clock.arrivals import Arrivals
 from sim.clock.tokeniser import Tokeniser
+from sim.cost.changed_profile import profile_named
 from sim.cost.engine_profile import MEMORY_UNITS, OPTIONAL_UNITS, SHIPPED, UNITS, load_engine_profile, shipped_engines
 from sim.cost.forms import build_cost
 from sim.cost.host import Host
@@ -347,6 +348,15 @@ def test_clients_in_a_closed_loop_wait_for_the_front_end(tmp_path):
     for (start_s, latency_s), (next_s, _) in pairwise(zip(result.start_times, result.latencies, strict=True)):
         assert latency_s > 0.25
         assert next_s == pytest.approx(start_s + latency_s)
+
+
+def test_host_time_given_in_a_profile_is_refused_where_another_engine_prices_the_run():
+    """It would change nothing, without a word."""
+    told = "pieced_layer_s is of the engine that the profile was measured with, and vllm-v1 prices this run"
+    with pytest.raises(UserError, match=told):
+        load_engine_profile("vllm-v1").measured_by(profile_named("a100-80g-imported:pieced-layer-s=1e-3"))
+    # A factor on all that the GPU does has the kernels to change.
+    assert load_engine_profile("vllm-v1").measured_by(profile_named("a100-80g-imported:gpu_speed=2"))
 
 
 def test_our_own_engine_takes_the_host_time_that_its_calibration_found():
