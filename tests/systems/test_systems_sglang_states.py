@@ -1,6 +1,7 @@
 """SGLang's pool of states, by numbers worked by hand; its decisions are `tests/oracle`'s."""
 
 from dataclasses import replace
+from random import Random
 
 import pytest
 
@@ -13,7 +14,9 @@ from sim.options.scenario import Scenario
 from sim.run.prepare import prepare
 from sim.specs.memory import StatePool
 from sim.systems.base import EngineLimits
+from sim.systems.sglang.marked_tree import MarkedNode, StateTree
 from sim.systems.sglang.preset import Sglang
+from sim.systems.sglang.tree import TreeSettings
 from traces.request import Request
 
 ENGINE = EngineLimits(8, 2048, True)
@@ -115,7 +118,34 @@ def test_without_tracking_states_are_where_prompts_and_requests_end():
     assert hits(asked, 40, [1, 2], [1, 2, 3], [1, 2, 3, 4]) == [0, 32, 48]
 
 
-def test_the_state_unused_the_longest_gives_way():
-    # Five slots are one request's: it runs with three, and the tree keeps two states at the prompts' ends.
-    asked = "sglang:mamba-track-interval=1024"
-    assert hits(asked, 5, [1, 9], [2, 9], [3, 9], [1, 9, 9], [3, 9, 9]) == [0, 0, 0, 0, 32]
+@pytest.mark.parametrize("seed", range(3))
+def test_states_are_a_list_of_prompts_of_which_the_one_read_first_goes(seed):
+    """What the tree makes of paths, splits and leaves, the last read last; what a sequence holds stays."""
+    dice = Random(seed)
+    tree = StateTree(TreeSettings("lru", 0, 0, "write_through", 1), 1)
+    known: list[tuple[int, ...]] = []
+    held, since = tree.root, 0
+    for _ in range(300):
+        what = dice.choice(("insert", "insert", "insert", "match", "hold", "evict"))
+        prompt = tuple(dice.choices((1, 2), k=dice.randint(0, 6)))
+        best = max((one for one in known if prompt[: len(one)] == one), key=len, default=())
+        if what == "evict":
+            gone = [one for one in known if one != tree.keys_of(held)][: len(prompt)]
+            pages = tree.num_idle
+            assert tree.evict_marks(len(prompt)) == pages - tree.num_idle
+            known = [one for one in known if one not in gone]
+        elif what == "insert" and prompt:
+            tree.insert(prompt, len(prompt), held=0, counted=0)
+            best = prompt
+        else:
+            match = tree.match(prompt, len(prompt))
+            assert (match.pages, tree.keys_of(match.node)) == (len(best), best)
+            if what == "hold":
+                tree.unlock(held, since)
+                held, since = match.node, tree.lock(match.node)
+        if best and what != "evict":
+            known = [*(one for one in known if one != best), best]
+        marked = [node for node in tree.nodes() if isinstance(node, MarkedNode) and node.is_marked]
+        assert {tree.keys_of(node) for node in marked} == set(known)
+        counted = len(known), len({*known} - {tree.keys_of(held)})
+        assert tree.recounted() == (tree.num_marked, tree.num_marked_idle) == counted

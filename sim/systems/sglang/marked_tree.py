@@ -48,7 +48,7 @@ class MarkedTree(PrefixTree):
         self.host_marks_unused = settings.host_marks
         self._host_marks: dict[MarkedNode, None] = {}
         """Nodes of which the host alone has the mark."""
-        self.reached = 0
+        self.reached: int
         """Pages that the last match would have had without marks."""
 
     def _new_node(self, parent: Node | None, keys: tuple[int, ...]) -> MarkedNode:
