@@ -24,16 +24,10 @@ jumped_and_stepped = pytest.mark.parametrize("jump", [True, False], ids=["jumped
 
 
 @jumped_and_stepped
-@pytest.mark.parametrize("path", [*CASES, *WINDOWED, *STATEFUL], ids=lambda path: path.name.removesuffix(".json.gz"))
+@pytest.mark.parametrize(
+    "path", [*CASES, *COPYING, *WINDOWED, *STATEFUL], ids=lambda path: path.name.removesuffix(".json.gz")
+)
 def test_every_decision_is_sglangs_on_nasty_workloads(path: Path, jump: bool) -> None:
-    answer = read(path)
-    found = replay(answer, path.parent, jump=jump)
-    assert differences(found, answer) == [], first_difference(found, answer)
-
-
-@jumped_and_stepped
-@pytest.mark.parametrize("path", COPYING, ids=lambda path: path.name.removesuffix(".json.gz"))
-def test_every_decision_is_sglangs_where_copies_take_time(path: Path, jump: bool) -> None:
     answer = read(path)
     found = replay(answer, path.parent, jump=jump)
     assert differences(found, answer) == [], first_difference(found, answer)
