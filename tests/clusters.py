@@ -171,42 +171,25 @@ def _add_engine(
 ) -> None:
     """A member, or the virtual engines of a pipeline with `limit` each."""
     pipeline = Pipeline(machine.cost, stages, HAND_OVER_S_PER_TOKEN) if stages > 1 else None
-    for _ in range(stages):
-        _add_member(outcome, env, policy, limit, machine, gaps, source, pipeline, jump=jump, checked=checked, role=role)
-
-
-def _add_member(
-    outcome: ClusterOutcome,
-    env: simpy.Environment,
-    policy: Policy,
-    limit: Limits,
-    machine: Machine,
-    gaps: GapCollector,
-    source: Arrivals,
-    pipeline: Pipeline | None,
-    *,
-    jump: bool,
-    checked: bool,
-    role: Role,
-) -> None:
-    place = len(outcome.members)
-
-    def end(seq: Seq) -> None:
-        outcome.ended.append((seq, place))
-
-    engine = build_engine(policy, limit, replace(machine, role=role), end, checked=checked, gaps=gaps)
-    args = env, engine, machine.cost, Lanes(keep_intervals=True)
     layers, ended = machine.model.num_layers, source.ended if source.hears_ends else None
-    if pipeline is None:
-        hidden = machine.model.hidden_bytes_per_token_layer
-        member = member_class(engine)(
-            *args, layers=layers, block_bytes=limit.block_bytes, hidden_bytes=hidden, jump=jump, ended=ended
-        )
-    else:
-        member = VirtualEngine(
-            *args, pipeline=pipeline, place=place, layers=layers, block_bytes=limit.block_bytes, ended=ended
-        )
-    outcome.members.append(member)
+    for _ in range(stages):
+        place = len(outcome.members)
+
+        def end(seq: Seq, place: int = place) -> None:
+            outcome.ended.append((seq, place))
+
+        engine = build_engine(policy, limit, replace(machine, role=role), end, checked=checked, gaps=gaps)
+        args = env, engine, machine.cost, Lanes(keep_intervals=True)
+        if pipeline is None:
+            hidden = machine.model.hidden_bytes_per_token_layer
+            member = member_class(engine)(
+                *args, layers=layers, block_bytes=limit.block_bytes, hidden_bytes=hidden, jump=jump, ended=ended
+            )
+        else:
+            member = VirtualEngine(
+                *args, pipeline=pipeline, place=place, layers=layers, block_bytes=limit.block_bytes, ended=ended
+            )
+        outcome.members.append(member)
 
 
 def run_with_pauses(setup: Setup) -> tuple[SimulatedRun, list[tuple[float, float]]]:

@@ -9,6 +9,7 @@ from kvtwin.testing.engines import Outcome
 from sim.errors import UserError
 from sim.options.policies import parse_policy
 from sim.systems.cachedattention import CachedAttention
+from sim.systems.pensieve import Pensieve
 from sim.systems.vllm055 import VllmRecompute
 from traces.generators import generate
 from traces.request import Request
@@ -30,6 +31,9 @@ A, B, C = turn(0, 0.0, (1, 2, 3, 4)), turn(1, 1.0, (5, 6, 7, 8, 9, 10)), turn(2,
 
 @pytest.mark.parametrize("jump", [True, False])
 @pytest.mark.parametrize(
+    "policy", [CachedAttention(), Pensieve(swap_out_threshold=1.0)], ids=lambda policy: policy.name
+)
+@pytest.mark.parametrize(
     ("copy_s", "seconds"),
     [
         # Four blocks in 1.2 ms beside 16 ms of computation: the first layer's copy shows, 1.2 / 4 ms.
@@ -40,8 +44,8 @@ A, B, C = turn(0, 0.0, (1, 2, 3, 4)), turn(1, 1.0, (5, 6, 7, 8, 9, 10)), turn(2,
         (0.020, 0.080),
     ],
 )
-def test_a_layer_is_computed_once_it_is_there(copy_s, seconds, jump):
-    outcome = run(A, B, C, copy_s=copy_s, jump=jump)
+def test_a_layer_is_computed_once_it_is_there(copy_s, seconds, policy, jump):
+    outcome = run(A, B, C, copy_s=copy_s, policy=policy, jump=jump)
     assert outcome.by_id()[2].first_token_s == pytest.approx(2.0 + seconds, abs=1e-12)
     tier = outcome.scheduler.counters.tiers["host"]
     loaded = seconds < 0.080

@@ -32,7 +32,6 @@ def run(*arrivals: Request, policy=None, prefill=PREFILL, copy_s=3e-4, host=0, j
 A = turn(0, 0.0, (1, 2, 3, 4))
 WIDE = Request(1, 1.0, 64, 1)
 """Four blocks, for two of which A's have to go."""
-ALL = Request(1, 1.0, 96, 1)
 BACK = turn(2, 2.0, (1, 2, 3, 4, 5))
 
 
@@ -66,26 +65,6 @@ def test_the_end_of_a_conversation_is_kept_and_its_beginning_computed_again(jump
     assert back.first_token_s == pytest.approx(2.0 + 0.048 + 1e-5 * (32**2 + 16**2))
     assert back.num_cached_tokens == 32
     assert outcome.scheduler.counters.policy["refilled_tokens"] == 32
-
-
-@pytest.mark.parametrize("jump", [True, False])
-@pytest.mark.parametrize(
-    ("copy_s", "seconds"),
-    [
-        # As CachedAttention's: the first layer's copy shows, 1.2 / 4 ms.
-        (3e-4, 0.016 + 0.0003),
-        (0.018, 0.072 + 0.004),
-        # 84 ms with the loads; 80 without.
-        (0.020, 0.080),
-    ],
-)
-def test_what_the_host_has_is_loaded_layer_by_layer_unless_computing_is_sooner(copy_s, seconds, jump):
-    policy = Pensieve(swap_out_threshold=1.0)
-    outcome = run(A, ALL, BACK, policy=policy, copy_s=copy_s, host=10, jump=jump)
-    assert outcome.by_id()[2].first_token_s == pytest.approx(2.0 + seconds, abs=1e-9)
-    tier = outcome.scheduler.counters.tiers["host"]
-    assert (tier.num_loads, tier.hit_tokens) == ((1, 64) if seconds < 0.08 else (0, 0))
-    assert tier.saved_s == pytest.approx(0.080 - seconds if tier.num_loads else 0.0)
 
 
 def test_copies_start_before_blocks_run_out():
