@@ -233,8 +233,9 @@ def check_forgotten(policy: Policy) -> None:
     limit = limits_of(policy, limits(gpu=24, host=20, block_size=16, max_model_len=256), 8, 64)
     if policy.can_cache_prefixes:
         limit = replace(limit, enable_prefix_caching=True)
-        ids = [range(100 * (request.request_id % 3), -(-request.prompt_tokens // 16)) for request in arrivals]
-        arrivals = [r._replace(hash_ids=tuple(i), hash_block_tokens=16) for r, i in zip(arrivals, ids, strict=True)]
+        texts = [tuple(range(100 * kind, 100 * kind + 10)) for kind in range(3)]
+        cut = [texts[request.request_id % 3][: -(-request.prompt_tokens // 16)] for request in arrivals]
+        arrivals = [r._replace(hash_ids=ids, hash_block_tokens=16) for r, ids in zip(arrivals, cut, strict=True)]
     workload = Workload(calling(policy, arrivals), limit, linear_machine(limit.block_bytes))
     outcome = run(policy, workload, checked=False)
     num_held = len(reachable(outcome.scheduler).intersection(outcome.ended))

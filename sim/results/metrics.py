@@ -106,9 +106,9 @@ class RequestLog:
         self.num_broken_off = 0
         """Of those ignored, the ones that had been scheduled before."""
         self.good = 0
+        """Requests completed that met every SLO they have."""
         self.tool_s = 0.0
         """With tools, of requests completed."""
-        """Requests completed that met every SLO they have."""
         self.by_slos: dict[SLOs, Attained] = {}
         """Of requests that have SLOs of their own."""
         self.prompt_tokens = 0
