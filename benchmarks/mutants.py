@@ -96,8 +96,13 @@ def places(tree: ast.Module) -> Iterator[tuple[ast.AST, str, ast.AST]]:
 
 
 def says_nothing(node: ast.AST) -> bool:
-    """Whether no test can tell it from another: slots, exported names, what only a type checker reads."""
+    """Whether no test can tell it from another: slots, exported names, what only a type checker reads; and draws.
+
+    Of what tests draw (a function with hypothesis' `DrawFn`) one workload is as good as another.
+    """
     match node:
+        case ast.FunctionDef(args=ast.arguments(args=args)):
+            return any(arg.annotation is not None and "DrawFn" in ast.unparse(arg.annotation) for arg in args)
         case ast.Assign(targets=[ast.Name("__slots__" | "__all__")]):
             return True
         case ast.Assign(value=ast.Call(func=ast.Name("TypeVar" | "ParamSpec" | "NewType"))):

@@ -39,6 +39,10 @@ def half(n: int = 5) -> float:
         raise ValueError(n)
     n += 1
     return n / 2
+
+
+def drawn(draw: "st.DrawFn") -> int:
+    return draw(1) + 1
 '''
 TEST = """
 import pytest
