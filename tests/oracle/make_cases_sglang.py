@@ -325,6 +325,33 @@ class Returning(Storing):
         return found
 
 
+def flagged(kind: type[Workload]) -> type[Workload]:
+    """The same workloads with flags that few set."""
+
+    class Flagged(kind):
+        def arguments(self) -> list[str]:
+            found, dice = super().arguments(), random.Random(f"flags {self.dice.random()}")
+            extra = json.loads(found[-1])
+            if "--priority" not in found and dice.random() < 0.6:
+                cached = [] if "--no-radix" in found else ["shortest-prefill-first"] * 2
+                found[found.index("--policy") + 1] = dice.choice(["hrrn", "hrrn", *cached])
+            if dice.random() < 0.4:
+                extra["max_queued_requests"] = dice.choice([1, 3, 8, 20])
+            if dice.random() < 0.3:
+                extra["min_free_slots_delay"] = dice.choice([1, 2, 3, 8, 1000])
+            if dice.random() < 0.3:
+                policy = dice.choice(["tlru", "tlru", "slru"])
+                estimate = dice.choice([0, 16, 50])
+                rules = {"threshold": estimate + dice.choice([1, 16, 100, 1000]), "next_prompt_estimate": estimate}
+                extra["radix_eviction_policy_config"] = (
+                    rules if policy == "tlru" else {"protected_threshold": dice.choice([1, 3])}
+                )
+                found[found.index("--eviction") + 1] = policy
+            return [*found[:-1], json.dumps(extra)]
+
+    return Flagged
+
+
 def ask(python: str, oracle: str, folder: Path, seeds: list[int], kind: type[Workload] = Workload) -> None:
     """SGLang's answers to those seeds, compressed, into `folder`."""
     with tempfile.TemporaryDirectory() as made:
@@ -377,6 +404,7 @@ KINDS = {
     "windowed-copying": WindowedCopying,
     "stateful-copying": StatefulCopying,
 }
+KINDS |= {f"flagged {name}".strip(): flagged(kind) for name, kind in KINDS.items()}
 
 
 def main() -> None:

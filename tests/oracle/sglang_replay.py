@@ -32,7 +32,7 @@ OPTIONS = {
 EXTRA = (
     "prefill_max_requests", "prefill_decode_interval", "prefill_decode_interval_min_bs", "disable_priority_preemption",
     "retraction_policy", "swa_full_tokens_ratio", "max_mamba_cache_size", "mamba_radix_cache_strategy",
-    "mamba_track_interval",
+    "mamba_track_interval", "max_queued_requests", "min_free_slots_delay",
 )  # fmt: skip
 TOTALS = ("iterations", "preemptions", "hit_tokens", "rehit_tokens", "evicted_tokens", "loaded_tokens")
 
@@ -69,6 +69,8 @@ def replay(answer: dict, folder: Path, *, jump: bool, checked: bool = False) -> 
     extra = json.loads(args["extra"])
     options |= _storage_options(args, extra)
     options |= {name: extra.pop(name) for name in EXTRA if name in extra and extra[name] is not None}
+    if rules := extra.pop("radix_eviction_policy_config", None):
+        options["radix_eviction_policy_config"] = json.dumps(rules)
     assert not extra, extra
     if args["hicache"]:
         options |= {"enable_hierarchical_cache": True, "hicache_write_policy": args["hicache"]}

@@ -82,6 +82,8 @@ class ExtendFirst(Batching):
         """The one half-done prompt."""
         self._has_entered = False
         """What is computed of it has entered the tree."""
+        self._decode_tokens = self._extend_tokens = 0
+        """What a decode counts for in the queue's `computed_tokens`: SGLang's is that of the prompts it began with."""
         self._decodes_first = 0
         """Steps for which no prompt is looked at."""
         self._last: list[Sequence] | None = None
@@ -112,6 +114,7 @@ class ExtendFirst(Batching):
         self.page = page = memory.block_size
         self.pool_tokens = memory.gpu.num_blocks * page
         self.seats = min(limits.max_num_seqs, self.pool_tokens // 2)
+        self._least_seats = min(self.settings.min_free_slots_delay, self.seats)
         self.max_tokens = min(limits.max_model_len, self.pool_tokens) - 1
         # With a prompt's tokens; with its whole pages.
         self._most_tokens, self._most_paged = self.max_tokens - 1, self.pool_tokens - page - 1
@@ -156,6 +159,7 @@ class ExtendFirst(Batching):
         asked = now_s, len(self.queue)
         if asked == self._asked_in_vain:
             return
+        self.queue.note_arrivals()
         self.tree.begin_step(now_s)
         self._merge()
         while (defers := self._defers_prompts()) or not self._prefill(plan, now_s):
@@ -184,6 +188,7 @@ class ExtendFirst(Batching):
                 self._asked_in_vain = asked
             return
         self.tree.plan_copies(plan)
+        self.queue.computed_tokens += self._extend_tokens if self._last else self._decode_tokens
         if self.schedules_ahead:
             self._before = self.batch.last_token_s, dict(self.batch.late)
         if self.record is not None:
@@ -191,7 +196,7 @@ class ExtendFirst(Batching):
         waits = bool(self.queue.waiting)
         looks = self._asks_every_step or not self.is_full
         # Storage is asked for a prompt in the pass after it arrived.
-        plan.cut_on_arrival = looks or self.tree.entered is not None
+        plan.cut_on_arrival = looks or self.tree.entered is not None or self.queue.ages
         # What the last step prefilled enters the tree when that has ended.
         settles = plan.chunks or self.scheduler.last_in_flight or any(self._to_settle) or self.chunked is not None
         if not settles and not (waits and (looks or self.tree.counts_passes)):
@@ -235,7 +240,7 @@ class ExtendFirst(Batching):
             if len(joining) < len(last):
                 self.is_full = False
             if joining and not self.running:
-                self.is_full = False
+                self.is_full, self._decode_tokens = False, self._extend_tokens
             self.running += joining
         if self._has_left:
             self._has_left = False
@@ -262,6 +267,8 @@ class ExtendFirst(Batching):
         if self._asks_every_step or not self.running:
             self.is_full = False
         if (self.is_full or not queue.waiting) and self.chunked is None:
+            return False
+        if self.chunked is None and self.running and self._seats_left() < self._least_seats:
             return False
         if self._seats_left() <= 0 and self.chunked is None and not self.preempts:
             self.is_full = True
@@ -316,6 +323,7 @@ class ExtendFirst(Batching):
                 self._rows += self.running
                 self.running = []
         self._last, self._decodes_first = self._rows, self.settings.prefill_decode_interval
+        self._extend_tokens = sum([tokens for _, tokens in now.chunks]) + len(self._rows) - len(now.chunks)
         self._sampled = {seq for seq in self._rows if seq is not self.chunked}
         return True
 
@@ -496,6 +504,7 @@ class ExtendFirst(Batching):
         if times.iterations > 1:
             self._before = times.end_s - times.last_s, {}
         self._decodes_first = max(0, self._decodes_first - times.iterations + 1)
+        self.queue.computed_tokens += self._decode_tokens * (times.iterations - 1)
         for _ in range(times.iterations - 1):
             if self.ratio > self._least_ratio:
                 self.ratio = max(self.ratio - self._decay, self._least_ratio)

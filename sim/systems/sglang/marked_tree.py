@@ -18,17 +18,16 @@ from traces.hash_ids import num_shared
 
 
 class MarkedNode(Node):
-    """`end`: pages from the root to its end. `is_marked`: the layers with a pool of their own have it.
+    """`is_marked`: the layers with a pool of their own have it.
 
     `mark_lock` counts sequences that read its mark; `mark_used` is when it was last in use. `host_marked` and the
     others: the host's, where `host_mark_used` is when it was last put among those that may go.
     """
 
-    __slots__ = ("end", "host_mark_lock", "host_mark_used", "host_marked", "is_marked", "mark_lock", "mark_used")
+    __slots__ = ("host_mark_lock", "host_mark_used", "host_marked", "is_marked", "mark_lock", "mark_used")
 
     def __init__(self, parent: Node | None, keys: tuple[int, ...], used: float) -> None:
         super().__init__(parent, keys, used)
-        self.end: int = parent.end + len(keys) if isinstance(parent, MarkedNode) else 0
         self.is_marked = self.host_marked = False
         self.mark_lock = self.mark_used = self.host_mark_lock = self.host_mark_used = 0
 

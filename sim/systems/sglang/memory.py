@@ -18,7 +18,7 @@ from sim.kv.memory import ALL_LAYERS, Memory
 from sim.kv.tiers.worth import Worth
 from sim.parts.needs import Need
 from sim.systems.sglang.options import SglangOptions
-from sim.systems.sglang.tree import Match, Node, PrefixTree, TreeSettings, Writing, parent_of
+from sim.systems.sglang.tree import EvictionRules, Match, Node, PrefixTree, TreeSettings, Writing, parent_of
 
 if TYPE_CHECKING:
     from sim.engine.scheduler import Scheduler
@@ -105,7 +105,12 @@ class TreeMemory(Memory):
         least_load = -(-LEAST_LOAD_TOKENS // size)
         self.tree = self._new_tree(
             TreeSettings(
-                options.radix_eviction_policy, host_pages, host_marks, options.hicache_write_policy, least_load
+                options.radix_eviction_policy,
+                EvictionRules(*options.eviction_rules(size)),
+                host_pages,
+                host_marks,
+                options.hicache_write_policy,
+                least_load,
             )
         )
         self.entered: list[Sequence] | None = None

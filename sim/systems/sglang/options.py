@@ -1,5 +1,6 @@
 """Options of SGLang's server, by SGLang's own names (`sglang.launch_server`, 0.5.23)."""
 
+import json
 from dataclasses import dataclass
 from typing import Literal
 
@@ -18,6 +19,11 @@ STATES = Only("gdn", told="a model whose layers keep a state", of_model=True)
 GIB = 1 << 30
 MOST_TOKENS = 1 << 40
 """And most of other numbers."""
+RULES: dict[str, dict[str, int]] = {
+    "slru": {"protected_threshold": 2},
+    "tlru": {"threshold": 0, "next_prompt_estimate": 0},
+}
+"""What policies of eviction take from `radix_eviction_policy_config`, and what it is by default."""
 SLIDE_TOKENS = 128
 """Tokens beyond the window from which a decode gives their pages back (`SGLANG_SWA_EVICTION_INTERVAL`)."""
 
@@ -26,8 +32,10 @@ SLIDE_TOKENS = 128
 class SglangOptions(CheckedOptions):
     """What is batched, in what order, what is cached and where; defaults are SGLang's."""
 
-    schedule_policy: Literal["fcfs", "lpm", "dfs-weight", "lof"] = option(
-        "fcfs", "what comes first: arrivals, the longest cached prefix, the heaviest branch, the longest output"
+    schedule_policy: Literal["fcfs", "lpm", "dfs-weight", "lof", "hrrn", "shortest-prefill-first"] = option(
+        "fcfs",
+        "what comes first: arrivals, the longest cached prefix, the heaviest branch, the longest output, the longest "
+        "wait for its tokens, the fewest tokens to compute",
     )
     schedule_conservativeness: float = option(
         1.0, "multiplies the share of what runs that is kept room for", within=(0.0, 1e6)
@@ -51,6 +59,12 @@ class SglangOptions(CheckedOptions):
     disable_overlap_schedule: bool = option(False, "schedule a step when the one before it has ended")
     max_running_requests: int = option(
         0, "requests that run at most; 0: --max-num-seqs, or 2048", within=(0, MOST_TOKENS)
+    )
+    max_queued_requests: int = option(
+        0, "requests that wait at most: others are refused, the least urgent first; 0: any", within=(0, MOST_TOKENS)
+    )
+    min_free_slots_delay: int = option(
+        0, "seats that must be free before prompts start where others run", within=(0, MOST_TOKENS)
     )
     max_total_tokens: int = option(
         0, "tokens of the GPU's pool; 0: as many as there is memory for", within=(0, MOST_TOKENS)
@@ -108,8 +122,13 @@ class SglangOptions(CheckedOptions):
     retraction_policy: Literal["length", "priority"] = option(
         "length", "which decode is retracted first: that with the fewest tokens, or of those the least urgent"
     )
-    radix_eviction_policy: Literal["lru", "lfu", "fifo", "mru", "filo", "slru", "priority"] = option(
+    radix_eviction_policy: Literal["lru", "lfu", "fifo", "mru", "filo", "slru", "priority", "tlru"] = option(
         "lru", "which leaf of the tree goes first"
+    )
+    radix_eviction_policy_config: str | None = option(
+        None,
+        'JSON: {"protected_threshold": 2} of slru, {"threshold": 4096, "next_prompt_estimate": 512} of tlru, tokens',
+        only=Only("radix_eviction_policy", *RULES),
     )
     enable_hierarchical_cache: bool = option(False, "HiCache: the host keeps what leaves the GPU")
     hicache_ratio: float = option(2.0, "the host's pool, in sizes of the GPU's", within=(0.0, 1e6), only=HICACHE)
@@ -177,6 +196,25 @@ class SglangOptions(CheckedOptions):
             )
         return 1 + overlaps
 
+    def eviction_rules(self, page: int) -> tuple[int, int]:
+        """Insertions from which `slru` protects, and pages of a conversation's end that `tlru` can do without.
+
+        UserError for a config that is none of its policy's.
+        """
+        name = "sglang radix-eviction-policy-config"
+        known = RULES.get(self.radix_eviction_policy, {})
+        try:
+            given = json.loads(self.radix_eviction_policy_config or "{}")
+        except json.JSONDecodeError as error:
+            raise UserError(f"{name}: {self.radix_eviction_policy_config} is no JSON: {error}") from None
+        if not isinstance(given, dict) or not all(key in known and type(value) is int for key, value in given.items()):
+            raise UserError(f"{name}: {given} is no object of whole numbers named {' or '.join(known)}")
+        rules = known | given
+        spared = rules.get("threshold", 0) - rules.get("next_prompt_estimate", 0)
+        if self.radix_eviction_policy == "tlru" and (spared <= 0 or min(rules.values()) < 0):
+            raise UserError(f"{name}: tlru needs a threshold above next_prompt_estimate, as in SGLang; give them")
+        return rules.get("protected_threshold", 2), spared // page
+
     def page_and_mark_bytes(self, limits: Limits) -> tuple[float, float]:
         """Bytes of a page of the layers that keep all, and of a page or state of those with a pool of their own."""
         if limits.states is not None:
@@ -214,6 +252,7 @@ class SglangOptions(CheckedOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self.eviction_rules(1)
         if self.enable_priority_scheduling and self.schedule_policy not in ("fcfs", "lof"):
             raise UserError(
                 "sglang enable-priority-scheduling: goes with schedule-policy fcfs or lof, not "

@@ -51,6 +51,8 @@ class PrefillPass:
         self.chunks: list[tuple[Sequence, int]] = []
         """Which sequences compute, and how many tokens."""
         self.num_continued = 0
+        self._goes_on_later = False
+        """Whether the half-done prompt stays one."""
         self._ends: list[tuple[float, int]] | None = None
 
     def kept_for(self, seq: Sequence) -> float:
@@ -95,13 +97,16 @@ class PrefillPass:
 
         0 where windows have a pool of their own and there is none.
         """
-        room = min(self._chunk_left, int(self._room))
+        left = seq.num_tokens - seq.num_computed
+        most = min(self._chunk_left, self._batching.queue.chunk_limit(left, self._chunk_left, self.page))
+        room = min(most, int(self._room))
         if self._windows:
             room = min(room, self._windows.left - self.page)
             if room <= 0:
+                self._goes_on_later = True
                 return 0
-        left = seq.num_tokens - seq.num_computed
-        tokens = int(min(left, room if room > 0 else self._chunk_left))
+        tokens = int(min(left, room if room > 0 else most))
+        self._goes_on_later = tokens < left
         self._charge(seq, tokens, self._answer(seq) if tokens == left else 0)
         self.num_continued = 1
         return tokens
@@ -147,6 +152,9 @@ class PrefillPass:
         if not self._splits and self.chunks and pages >= self._input_left:
             return Verdict.STOP
         if pages > most:
+            if self._goes_on_later:
+                # One is half done at a time.
+                return Verdict.STOP
             tokens = int(most) // self.page * self.page
             tokens = (cached + tokens) // self.page * self.page - cached
             if tokens <= 0:

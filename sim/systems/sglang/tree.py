@@ -14,30 +14,30 @@ from sim.kv.index.branches import nodes_below
 from traces.hash_ids import num_shared
 
 Keys = tuple[int, ...]
-EvictionPolicy = Literal["lru", "lfu", "fifo", "mru", "filo", "slru", "priority"]
+EvictionPolicy = Literal["lru", "lfu", "fifo", "mru", "filo", "slru", "priority", "tlru"]
 WritePolicy = Literal["write_through", "write_through_selective", "write_back"]
 ANCESTOR_TICK = 1e-5
 """By how much an ancestor counts as used earlier than its child, ticks."""
-PROTECTED_HITS = 2
-"""Insertions from which `slru` protects a node."""
 
 
 class Node:
     """A run of pages after those of `parent`.
 
     `lock` counts sequences and loads that hold it on the GPU, `host_lock` loads that read it on the host; `pins` are
-    those of which it is the topmost node; `used` and `created` are ticks.
+    those of which it is the topmost node; `used` and `created` are ticks. `end`: pages from the root to its end;
+    `reached`, for `tlru`: to the furthest end that there ever was below it.
     """
 
     __slots__ = (
-        "children", "created", "hits", "host_lock", "keys", "loading", "lock", "on_gpu", "on_host", "parent", "pin",
-        "priority", "used", "writing",
+        "children", "created", "end", "hits", "host_lock", "keys", "loading", "lock", "on_gpu", "on_host", "parent",
+        "pin", "priority", "reached", "used", "writing",
     )  # fmt: skip
 
     def __init__(self, parent: "Node | None", keys: tuple[int, ...], used: float) -> None:
         self.parent, self.keys = parent, keys
         self.children: dict[int, Node] = {}
-        self.lock = self.host_lock = self.hits = self.priority = 0
+        self.end: int = parent.end + len(keys) if parent is not None else 0
+        self.lock = self.host_lock = self.hits = self.priority = self.reached = 0
         self.on_gpu = self.on_host = False
         self.used = self.created = used
         self.pin: int | None = None
@@ -72,14 +72,25 @@ Pin = tuple[int, int]
 """Which pin of a node it is, and from where on its path marks on the host are held."""
 
 
-RANKS: dict[EvictionPolicy, Callable[[Node], tuple[float, float]]] = {
-    "lru": lambda node: (node.used, node.used),
-    "lfu": lambda node: (node.hits, node.used),
-    "fifo": lambda node: (node.created, node.used),
-    "mru": lambda node: (-node.used, node.used),
-    "filo": lambda node: (-node.created, node.used),
-    "slru": lambda node: (node.hits >= PROTECTED_HITS, node.used),
-    "priority": lambda node: (node.priority, node.used),
+class EvictionRules(NamedTuple):
+    """Insertions from which `slru` protects a node; pages of a conversation's end that `tlru` can do without."""
+
+    protected_hits: int = 2
+    spared_pages: int = 0
+
+
+RANKS: dict[EvictionPolicy, Callable[[Node, EvictionRules], tuple[float, float]]] = {
+    "lru": lambda node, rules: (node.used, node.used),
+    "lfu": lambda node, rules: (node.hits, node.used),
+    "fifo": lambda node, rules: (node.created, node.used),
+    "mru": lambda node, rules: (-node.used, node.used),
+    "filo": lambda node, rules: (-node.created, node.used),
+    "slru": lambda node, rules: (node.hits >= rules.protected_hits, node.used),
+    "priority": lambda node, rules: (node.priority, node.used),
+    "tlru": lambda node, rules: (
+        node.end - len(node.keys) < max(node.reached - rules.spared_pages, 0),
+        node.used,
+    ),
 }
 """What goes first has the least."""
 
@@ -90,7 +101,7 @@ class TreeSettings(NamedTuple):
     """What a tree is made with.
 
     Attributes:
-        eviction: which leaf goes first (`--radix-eviction-policy`).
+        eviction: which leaf goes first (`--radix-eviction-policy`), by which `rules`.
         host_pages: pages of the host's pool; 0: there is none.
         host_marks: of its pool of marks (`MarkedTree`).
         write_policy: when a node is copied to the host (`--hicache-write-policy`).
@@ -98,6 +109,7 @@ class TreeSettings(NamedTuple):
     """
 
     eviction: EvictionPolicy
+    rules: EvictionRules
     host_pages: int
     host_marks: int
     write_policy: WritePolicy
@@ -111,7 +123,8 @@ class PrefixTree:
     """Whether some layers have a pool of their own (`MarkedTree`)."""
 
     def __init__(self, settings: TreeSettings) -> None:
-        self._rank = RANKS[settings.eviction]
+        self._rank, self._rules = RANKS[settings.eviction], settings.rules
+        self._keeps_reached = settings.eviction == "tlru"
         self.has_host, self.host_unused = settings.host_pages > 0, settings.host_pages
         self.writes_back = self.has_host and settings.write_policy == "write_back"
         self._hits_to_write = 1 if settings.write_policy == "write_through" else 2
@@ -181,7 +194,7 @@ class PrefixTree:
         """The first `length` pages of `child` become a node of their own, which is returned."""
         parent = parent_of(child)
         head = self._new_node(parent, child.keys[:length])
-        head.created, head.hits, head.priority = child.created, child.hits, child.priority
+        head.created, head.hits, head.priority, head.reached = child.created, child.hits, child.priority, child.reached
         head.lock, head.host_lock, head.loading = child.lock, child.host_lock, child.loading
         head.on_gpu, head.on_host = child.on_gpu, child.on_host
         head.pin, child.pin = child.pin, None
@@ -294,9 +307,16 @@ class PrefixTree:
         leaf = self._new_node(node, keys)
         leaf.priority = priority
         node.children[keys[0]] = leaf
+        self._note_reached(leaf)
         self._bring(leaf)
         self._note_leaf(node)
         return leaf
+
+    def _note_reached(self, leaf: Node) -> None:
+        above: Node | None = leaf if self._keeps_reached else None
+        while above is not None and above.reached < leaf.end:
+            above.reached = leaf.end
+            above = above.parent
 
     def _bring(self, node: Node) -> None:
         """`node` is on the GPU from now on."""
@@ -333,8 +353,8 @@ class PrefixTree:
 
     def _by_rank(self, leaves: dict[Node, None]) -> Iterator[Node]:
         """Leaves in the order in which they go; a parent that has become one when its child has gone among them."""
-        rank = self._rank
-        heap: Heap = [(rank(node), number, node) for number, node in enumerate(leaves)]
+        rank, rules = self._rank, self._rules
+        heap: Heap = [(rank(node, rules), number, node) for number, node in enumerate(leaves)]
         heapify(heap)
         number = len(heap)
         while heap:
@@ -344,7 +364,7 @@ class PrefixTree:
             yield node
             parent = node.parent
             if parent is not None and parent in leaves:
-                heappush(heap, (rank(parent), number, parent))
+                heappush(heap, (rank(parent, rules), number, parent))
                 number += 1
 
     def _evict_leaf(self, node: Node) -> int:
@@ -535,9 +555,10 @@ class PrefixTree:
         if depth < length:
             if node is not self.root and not node.on_host and not self.writes_back:
                 return None
-            leaf = Node(node, keys[depth:length], self._tick())
+            leaf = self._new_node(node, keys[depth:length])
             leaf.priority, leaf.on_host = node.priority, True
             node.children[leaf.keys[0]] = leaf
+            self._note_reached(leaf)
             self._note_leaf(leaf)
             self._note_leaf(node)
         return present
