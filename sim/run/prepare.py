@@ -446,10 +446,7 @@ def _experts(
         raise UserError(f"--enable-expert-parallel: {model.name} has no experts; leave it out")
     if ranks > 1 and pp > 1 and not BATCHINGS[policy.names["batching"]].queues_batches:
         raise UserError(f"{name}: {ranks} ranks of virtual engines are not modelled; leave one out, or take vllm-v1")
-    if ranks > 1:
-        refusal = policy.ranks_refusal(model)
-        if refusal:
-            raise UserError(refusal)
+    ranks = policy.expert_ranks(model, ranks)
     decode, prefill = policy.all2all(scenario.all2all_backend)
     if decode != ALL_GATHER and ranks == 1:
         raise UserError(f"DeepEP ({decode}): is priced between data-parallel ranks; give {name} of 2 or more")

@@ -234,9 +234,9 @@ class Policy(ABC):
         """That of layers that keep a state, where prefixes are `cached` or not; None: they have none."""
         return None
 
-    def ranks_refusal(self, model: "ModelSpec") -> str | None:
-        """Why the model has no data-parallel ranks under the system, and what to do about it; None: it has."""
-        return None
+    def expert_ranks(self, model: "ModelSpec", ranks: int) -> int:
+        """Of so many data-parallel ranks those that share the experts; UserError where the model has no such ranks."""
+        return ranks
 
     def told(self, block_size: int | None) -> dict[str, int | bool]:
         """Fields of the scenario, by name, that options of the system's own set, in whose blocks (None: left open)."""

@@ -220,7 +220,6 @@ def test_an_idle_rank_of_sglang_computes_nothing_and_one_of_vllm_a_token():
         ({"model": "llama-3.1-8b", "enable_expert_parallel": True}, AHEAD, "llama-3.1-8b has no experts"),
         ({"model": "llama-2-7b", "pipeline_parallel_size": 2}, "vllm-recompute", "2 ranks of virtual engines"),
         ({"data_parallel_size": 64, "tp": 4, "enable_expert_parallel": True}, AHEAD, "256 GPUs are more than the 128"),
-        ({}, "sglang", "each has all of them: give that, or --replicas"),
         ({"model": "llama-3.1-8b"}, SGLANG, "llama-3.1-8b has no experts"),
         ({"data_parallel_size": 4}, f"{SGLANG},chunked-prefill-size=3", "3 tokens are fewer than the 4 ranks"),
         ({"cost_form": "paper"}, AHEAD, "form paper has no prices of experts"),
@@ -239,3 +238,13 @@ def test_memory_holds_a_share_of_the_experts_and_ranks_of_a_dense_model_go_by_th
     assert dense.experts is None
     run = execute_all(build_run(dense, [Request(0, 0.0, 100, 50), Request(1, 0.0, 4000, 3)]))
     assert run.log.ended_at == {0: 1, 1: 1}
+
+
+def test_without_dp_attention_ranks_of_sglang_are_servers_of_their_own():
+    """Each has all experts: as replicas in turn, whatever is done at once."""
+    requests = [Request(place, place / 50, 200 + 30 * place, 20) for place in range(9)]
+    ranks = setup_of("sglang")
+    assert ranks.experts is None
+    apart = [ranks, setup_of("sglang", data_parallel_size=None, replicas=2, router="round-robin")]
+    first, second = (execute_all(build_run(setup, requests)).log.requests for setup in apart)
+    assert first == second

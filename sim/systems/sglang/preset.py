@@ -16,7 +16,7 @@ Assumed:
   that; here when they are computed.
 - Storage behind the host (L3, `storage`) takes the times of SGLang's backend `sim`; what it has already is not written
   again. A request that found nothing there asks again after so many steps; while nothing runs, after so many events.
-- A host that only stages for storage (`buffer_only`) is not simulated, nor storage of layers with a window or a state.
+- A host that only stages for storage (`buffer_only`) is not simulated.
 - States are tracked eagerly, in their own type. Copies of states take no time.
 - A request that finds no room alone in the pool of layers with a window is ignored; SGLang waits for ever.
 - A rank of `enable-dp-attention` decides as its scheduler does. The controller knows what the ranks have of each 20 ms;
@@ -94,18 +94,16 @@ class Sglang(SglangOptions, Policy):
             return StatePool(each, num_states=engine.max_num_seqs)
         return StatePool(each, self.mamba_full_memory_ratio / (1 + self.mamba_full_memory_ratio))
 
-    def ranks_refusal(self, model: "ModelSpec") -> str | None:
-        if self.enable_dp_attention and model.moe is None:
-            return (
+    def expert_ranks(self, model: "ModelSpec", ranks: int) -> int:
+        if not self.enable_dp_attention:
+            # Each is a server of its own, with all experts.
+            return 1
+        if ranks > 1 and model.moe is None:
+            raise UserError(
                 f"sglang enable-dp-attention: {model.name} has no experts, and dense layers spread over ranks are not "
                 "simulated; leave it out: the ranks go by themselves"
             )
-        if model.moe is not None and not self.enable_dp_attention:
-            return (
-                f"--data-parallel-size: SGLang's ranks share the experts of {model.name} with "
-                "--sglang-enable-dp-attention; without it each has all of them: give that, or --replicas"
-            )
-        return None
+        return ranks
 
     def all2all(self, backend: str | None) -> tuple[str, str]:
         if backend is not None:
