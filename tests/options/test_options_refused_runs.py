@@ -45,6 +45,8 @@ vllm-recompute | --max-concurrency x | --max-concurrency | 'x' | whole number
 vllm-recompute | --closed-sessions | --closed-sessions | fixed | give one that has
 sglang:page-size=16,max-total-tokens=3 || sglang max-total-tokens: 3 is less than a page of 16
 sglang:prefill-decode-interval=2,enable-dp-attention=true || prefill-decode-interval: ranks of enable-dp-attention agree
+sglang:schedule-policy=shortest-prefill-first,disable-radix-cache=true || shortest-prefill-first needs the radix cache
+sglang:radix-eviction-policy=tlru || tlru needs a threshold above next_prompt_estimate
 sglang:page-size=100 || --max-num-batched-tokens: SGLang's chunks are whole pages | no multiple of 100
 sglang:page-size=16 | --block-size 32 | --block-size: 32 where options of sglang say 16
 

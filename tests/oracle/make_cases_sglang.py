@@ -21,6 +21,7 @@ SEEDS = (
     2007, 2012, 2036, 2038, 2041, 2043, 2056, 2058, 2084, 2097, 2098, 10001, 10009, 10031, 10044, 10109,
 )  # fmt: skip
 DEFERRING_SEEDS = 101, 111, 118, 119, 121
+FLAGGED_SEEDS = 103, 115, 122, 124, 125, 126, 129, 130
 COPYING = HERE / "cases_sglang_copying"
 COPYING_SEEDS = 102, 106, 109, 110, 115, 119, 125, 131, 139
 WINDOWED = HERE / "cases_sglang_windowed"
@@ -220,11 +221,9 @@ class Stateful(Workload):
 
     def __init__(self, seed: int) -> None:
         super().__init__(seed)
-        dice, page = self.dice, self.page
-        chunk = dice.choice([16, 16, 64])
+        chunk = self.dice.choice([16, 16, 64])
         self.told = {"state_chunk": chunk}
         self.model = {**STATES, "mamba_chunk_size": chunk}
-        self.intervals = [page, -(-32 // page) * page, -(-256 // page) * page]
 
     def arguments(self) -> list[str]:
         found, choice = super().arguments(), self.dice.choice
@@ -242,7 +241,7 @@ class Stateful(Workload):
         extra = json.loads(found[-1]) | {
             "max_mamba_cache_size": size,
             "mamba_radix_cache_strategy": strategy,
-            "mamba_track_interval": choice(self.intervals),
+            "mamba_track_interval": choice([-(-least // self.page) * self.page for least in (1, 32, 256)]),
         }
         return [*found[:-1], json.dumps(extra)]
 
@@ -325,6 +324,14 @@ class Returning(Storing):
         return found
 
 
+class WindowedStoring(Returning, WindowedCopying):
+    """With storage behind the windows."""
+
+
+class StatefulStoring(Returning, StatefulCopying):
+    """With storage behind the states."""
+
+
 def flagged(kind: type[Workload]) -> type[Workload]:
     """The same workloads with flags that few set."""
 
@@ -403,6 +410,8 @@ KINDS = {
     "stateful": Stateful,
     "windowed-copying": WindowedCopying,
     "stateful-copying": StatefulCopying,
+    "windowed-storing": WindowedStoring,
+    "stateful-storing": StatefulStoring,
 }
 KINDS |= {f"flagged {name}".strip(): flagged(kind) for name, kind in KINDS.items()}
 
@@ -416,6 +425,7 @@ def main() -> None:
     else:
         ask(python, oracle, CASES, list(SEEDS))
         ask(python, oracle, CASES, list(DEFERRING_SEEDS), Deferring)
+        ask(python, oracle, CASES, list(FLAGGED_SEEDS), flagged(Workload))
         ask(python, oracle, COPYING, list(COPYING_SEEDS), Copying)
         ask(python, oracle, WINDOWED, list(WINDOWED_SEEDS), Windowed)
         ask(python, oracle, STATEFUL, list(STATEFUL_SEEDS), Stateful)

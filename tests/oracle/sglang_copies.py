@@ -113,6 +113,7 @@ class Threads:
     def __init__(self, names: dict[str, Any], settings: dict[str, float]) -> None:
         timers = import_module("sglang.srt.utils.poll_timer")
         sglang = import_module("sglang.srt.managers.cache_controller")
+        self.count = import_module("sglang.srt.mem_cache.hicache_storage").count_pool_hits
         self.batch_pages, self.Ack = sglang.STORAGE_BATCH_SIZE, sglang.PrefetchAck
         self.names = names
         self.latency_s, self.read_s, self.write_s = (
@@ -184,10 +185,28 @@ class Threads:
             yield self.latency_s + len(batch) * self.page * self.read_s
             found += len(batch)
             acks.put(self.Ack(operation.request_id, operation, completed_tokens=found * self.page))
+        if marks := operation.pool_transfers:
+            hits = {}
+            if found == len(hashes) and not operation.is_terminated():
+                self.controller._sync_trailing_keys(marks, hashes, found)
+                yield self.latency_s + sum(len(mark.host_indices) for mark in marks) * self.read_s
+                hits = self.count({mark.name: [key in self.keys for key in self.scoped(mark)] for mark in marks})
+            acks.put(self.Ack(operation.request_id, operation, pool_hits=hits))
         acks.put(self.Ack(operation.request_id, operation, completed_req=True))
+
+    def scoped(self, marks: Any) -> list[str]:
+        """Keys in storage of what a pool of its own has of some pages."""
+        return [self.controller.storage_backend._scoped(marks.name, key) for key in marks.keys]
 
     def write(self, operation: Any) -> Generator[float, None, None]:
         hashes = operation.hash_value
+        if marks := operation.pool_transfers:
+            tokens = 0.0
+            for mark in marks:
+                new = sum(key not in self.keys for key in self.scoped(mark))
+                tokens += len(mark.host_indices) * new / len(mark.keys)
+            yield self.latency_s + tokens * self.write_s
+            self.keys.update(key for mark in marks for key in self.scoped(mark))
         for begin in range(0, len(hashes), self.batch_pages):
             batch = hashes[begin : begin + self.batch_pages]
             yield self.latency_s + sum(key not in self.keys for key in batch) * self.page * self.write_s

@@ -54,9 +54,9 @@ def test_there_are_cases_of_every_kind() -> None:
     args = [answer["args"] for answer in answers]
     for flag in ("overlap", "mixed", "priority", "low_first", "no_radix", "ignore_eos"):
         assert {arg[flag] for arg in args} == {False, True}
-    assert {arg["policy"] for arg in args} == {"fcfs", "lof", "lpm", "dfs-weight"}
+    assert {arg["policy"] for arg in args} == {"fcfs", "lof", "lpm", "dfs-weight", "hrrn", "shortest-prefill-first"}
     assert {arg["hicache"] for arg in args} == {"", "write_through", "write_through_selective", "write_back"}
-    assert {arg["eviction"] for arg in args} >= {"lru", "lfu", "fifo", "mru", "filo", "slru", "priority"}
+    assert {arg["eviction"] for arg in args} >= {"lru", "lfu", "fifo", "mru", "filo", "slru", "priority", "tlru"}
     assert {1, 16} <= {arg["page"] for arg in args} and -1 in {arg["chunk"] for arg in args}
     # Retracted while a token is in flight, and while none is; ended by a token that the scheduler did not expect.
     assert {answer["args"]["overlap"] for answer in answers if answer["preemptions"] > 3} == {False, True}

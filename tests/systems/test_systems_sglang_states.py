@@ -96,7 +96,7 @@ def test_without_a_cache_a_request_takes_one_state():
     [
         ("mamba-radix-cache-strategy=no_buffer", 1, "no_buffer goes with disable-overlap-schedule"),
         ("mamba-track-interval=100", 16, "mamba-track-interval: 100 is no multiple of a page of 16; take 112"),
-        ("enable-hierarchical-cache=true,hicache-storage-backend=file", 1, "storage for states"),
+        ("enable-hierarchical-cache=true,hicache-storage-backend=file,hicache-storage-space=1", 1, "storage-space"),
         ("mamba-track-interval=48", 48, "48 and the 64 tokens of a chunk"),
     ],
 )

@@ -64,9 +64,9 @@ def test_without_a_cache_the_pool_is_what_running_requests_take_at_most():
     assert WindowPool(tokens=100).blocks(1000, 16) == 7
 
 
-def test_storage_has_no_windows():
-    asked = "sglang:enable-hierarchical-cache=true,hicache-storage-backend=file"
-    with pytest.raises(UserError, match=r"hicache-storage-backend: .* disable-hybrid-swa-memory"):
+def test_storage_of_windows_has_no_bounds():
+    asked = "sglang:enable-hierarchical-cache=true,hicache-storage-backend=file,hicache-storage-space=1"
+    with pytest.raises(UserError, match=r"hicache-storage-space: .* keeps all that is written"):
         memory_of(limits_of(500, 127), asked)
 
 

@@ -44,7 +44,6 @@ class MarkedTree(PrefixTree):
         self._marked: dict[MarkedNode, None] = {}
         self.num_marked = self.num_marked_idle = 0
         """What all marks take of their pool, and those that no sequence reads."""
-        self.host_marks_unused = settings.host_marks
         self._host_marks: dict[MarkedNode, None] = {}
         """Nodes of which the host alone has the mark."""
         self.reached: int
@@ -52,10 +51,6 @@ class MarkedTree(PrefixTree):
 
     def _new_node(self, parent: Node | None, keys: tuple[int, ...]) -> MarkedNode:
         return MarkedNode(parent, keys, self._tick())
-
-    def size_of(self, node: MarkedNode) -> int:
-        """What its mark takes of their pool: its pages."""
-        return len(node.keys)
 
     def _last_of(self, node: Node, pages: int) -> list[MarkedNode]:
         """Nodes from `node` up that hold the last `pages` pages."""
@@ -225,7 +220,7 @@ class MarkedTree(PrefixTree):
             self._evict_host_marks(size)
         return self.host_marks_unused >= size
 
-    def _write_marks(self, node: Node) -> int | None:
+    def _write_marks(self, node: Node) -> Sequence[Node] | None:
         nodes = self._unwritten(node)
         size = sum(map(self.size_of, nodes))
         if not self._find_host_marks(size):
@@ -235,7 +230,7 @@ class MarkedTree(PrefixTree):
             one.host_marked = True
             if not self.writes_back:
                 one.writing = node
-        return size
+        return nodes
 
     def _evict_host_marks(self, size: int) -> None:
         """Give up marks on the host until so much is free; a leaf there goes with all that it has."""
@@ -276,6 +271,24 @@ class MarkedTree(PrefixTree):
         super().loaded(anchor, pin)
         for node in reversed(marks):
             self._mark(node)
+
+    def take_host_marks(self, num: int) -> bool:
+        if not self._find_host_marks(num):
+            return False
+        self.host_marks_unused -= num
+        return True
+
+    def num_host_marks(self, node: Node) -> int:
+        return self.size_of(node) if isinstance(node, MarkedNode) and node.host_marked else 0
+
+    def _bring_mark(self, node: MarkedNode) -> int:
+        """The host has its mark from now on, for which room was taken."""
+        node.host_marked = True
+        if not node.is_marked:
+            self._put_on_host(node)
+        self._note_leaf(node)
+        self._note_leaf(parent_of(node))
+        return self.size_of(node)
 
     def recounted(self) -> tuple[int, int]:
         """What all marks take of their pool, and those that no sequence reads, node by node."""
@@ -329,12 +342,37 @@ class WindowTree(MarkedTree):
         self._use(node)
         super()._end(node)
 
+    def marks_to_fetch(self, anchor: Node, pages: int) -> int:
+        # After others' pages no less than a window is of use.
+        return min(pages, self.read_pages) if pages >= self.read_pages or anchor is self.root else 0
+
+    def mark_on_host(self, anchor: Node, node: Node, num: int) -> int:
+        if anchor is not self.root and num < self.read_pages:
+            return 0
+        assert isinstance(node, MarkedNode)
+        begin, kept = node.end - num, 0
+        while isinstance(node, MarkedNode) and node is not anchor and node.end > begin:
+            if not node.host_marked:
+                before = begin - node.end + len(node.keys)
+                if before > 0:
+                    self._split(node, before)
+                kept += self._bring_mark(node)
+            node = parent_of(node)
+        return kept
+
 
 class StateTree(MarkedTree):
     """Layers with a state have that at a node's end; a hit reads it, and what is split off before has none."""
 
-    def size_of(self, node: MarkedNode) -> int:
+    def size_of(self, node: Node) -> int:
         return 1
+
+    def marks_to_fetch(self, anchor: Node, pages: int) -> int:
+        return 1
+
+    def mark_on_host(self, anchor: Node, node: Node, num: int) -> int:
+        assert isinstance(node, MarkedNode)
+        return 0 if node.host_marked else self._bring_mark(node)
 
     def _use(self, node: Node) -> None:
         self._mark_clock += 1

@@ -6,7 +6,8 @@ give way, leaf by leaf, when a step lacks pages. A retracted sequence leaves not
 Source: sglang 0.5.23, `mem_cache/common.py`, `allocation.py`, `unified_radix_cache.py` (`checkpoint_into_tree`).
 """
 
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from math import inf
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, Self
 
 from sim.engine.batch import DecodeBatch
 from sim.engine.changes import D2H, H2D, Gathered, Move, Place, Release, Tier
@@ -23,6 +24,7 @@ from sim.systems.sglang.tree import EvictionRules, Match, Node, PrefixTree, Tree
 if TYPE_CHECKING:
     from sim.engine.scheduler import Scheduler
     from sim.systems.builder import Builder
+    from sim.systems.sglang.storage import HostStorage
     from sim.systems.sglang.window_memory import WindowBudget
 
 LEAST_LOAD_TOKENS = 10
@@ -86,7 +88,19 @@ class TreeMemory(Memory):
 
     @classmethod
     def build(cls, b: "Builder") -> Memory:
-        return cls(b.limits, b.options(SglangOptions), cls.copies(b))
+        return cls(b.limits, b.options(SglangOptions), cls.copies(b)).with_storage(b)
+
+    def with_storage(self, b: "Builder") -> Self:
+        """With what is behind the host, if anything is."""
+        options = b.options(SglangOptions)
+        if options.hicache_storage_backend is not None:
+            from sim.systems.sglang.storage import HostStorage  # noqa: PLC0415 - few runs have any
+
+            page, mark = options.page_and_mark_bytes(b.limits)
+            gpus = b.block_bytes / b.limits.block_bytes
+            self.storage = HostStorage(self, options, page * gpus, mark * gpus)
+            self.entered = self.storage.entered
+        return self
 
     @staticmethod
     def copies(b: "Builder") -> Copies:
@@ -113,6 +127,7 @@ class TreeMemory(Memory):
                 least_load,
             )
         )
+        self.storage: HostStorage | None = None
         self.entered: list[Sequence] | None = None
         """Requests that have entered the queue since it was last looked at, where memory wants to know."""
         self.tier = TierCounters(num_blocks=host_pages)
@@ -136,6 +151,8 @@ class TreeMemory(Memory):
         super().bind(scheduler)
         if self.tree.has_host:
             scheduler.counters.tiers["host"] = self.tier
+        if self.storage is not None:
+            scheduler.counters.tiers["disk"] = self.storage.counters
 
     def _new_tree(self, settings: TreeSettings) -> PrefixTree:
         return PrefixTree(settings)
@@ -182,11 +199,24 @@ class TreeMemory(Memory):
 
     def look_up_next(self, seq: Sequence) -> bool:
         """Look `seq` up to admit it; False: it waits for something else than room, and others may pass."""
+        storage = self.storage
+        if storage is not None and not storage.end_prefetch(seq):
+            return False
+        self._look_up_to_admit(seq)
+        return storage is None or not storage.ask_for_lost(seq)
+
+    def _look_up_to_admit(self, seq: Sequence) -> None:
         self.look_up(seq)
-        return True
 
     def ask_for_entered(self) -> None:
         """Requests have entered the queue."""
+        if self.storage is not None:
+            self.storage.ask_for_entered()
+
+    def share_keys(self, first: "TreeMemory", private: int) -> None:
+        """What is the same here and in `first` has the same key; this one's own begin `private` further on."""
+        self.block_keys = first.block_keys
+        self._next_private_key -= private
 
     def touch(self, seq: Sequence) -> None:
         """What it would hit counts as used; when it was looked up last stays as it was."""
@@ -269,12 +299,15 @@ class TreeMemory(Memory):
     @property
     def is_copying(self) -> bool:
         """Whether any copy is under way, or about to begin."""
-        return self.tree.is_copying
+        return self.tree.is_copying or (self.storage is not None and self.storage.is_copying)
 
     @property
     def counts_passes(self) -> bool:
         """Whether what those that wait do depends on how many steps go by."""
-        return False
+        return self.storage is not None and self.storage.counts_passes
+
+    def wakes_s(self) -> float:
+        return inf if self.storage is None else self.storage.wakes_s()
 
     def begin_step(self, now_s: float) -> None:
         """See what copies have ended, and begin those that are due (`check_hicache_events`).
@@ -284,6 +317,7 @@ class TreeMemory(Memory):
         tree, scheduler = self.tree, self.scheduler
         if not tree.has_host:
             return
+        drain = self.storage.begin_step(now_s) if self.storage is not None else None
         begun = tree.begin_writing()
         if begun and self._copies.write_s:
             move = self._copy(sum([one.pages for one in begun]), sum([one.marks for one in begun]))
@@ -295,6 +329,8 @@ class TreeMemory(Memory):
         tree.written(ended)
         tree.finish_loads(in_flight=bool(self._copies.load_s and scheduler.in_flight))
         self._settle()
+        if drain is not None:
+            drain()
 
     def _copy(self, pages: int, marks: int) -> Move:
         assert self._writer is not None, "what is written has been computed"
@@ -331,6 +367,8 @@ class TreeMemory(Memory):
 
     def hold(self, seq: Sequence) -> int:
         """`seq` is admitted: what it hits is its own. Returns how many tokens that are."""
+        if self.storage is not None:
+            self.storage.forget(seq)
         held = self._held[seq]
         held.node, held.protected, held.counted, held.fed_last = held.match.node, held.match.pages, 0, False
         held.since = self.tree.lock(held.node)
@@ -462,6 +500,8 @@ class TreeMemory(Memory):
         return self._stops[key]
 
     def forget(self, seq: Sequence) -> None:
+        if self.storage is not None:
+            self.storage.forget(seq)
         self._held.pop(seq, None)
 
     @property

@@ -29,8 +29,6 @@ class StateTreeMemory(TreeMemory):
     def __init__(self, limits: Limits, options: SglangOptions, copies: Copies) -> None:
         if limits.states is None or limits.states.own_slots is None:
             raise InvariantError("a pool of states needs to know how many it has")
-        if options.hicache_storage_backend is not None:
-            raise UserError("sglang hicache-storage-backend: storage for states is not simulated; leave it out")
         super().__init__(limits, options, copies)
         assert isinstance(self.tree, StateTree), "as it was made"
         self._states = self.tree
@@ -70,7 +68,7 @@ class StateTreeMemory(TreeMemory):
 
     # -- prompts -------------------------------------------------------------------------------------------------------
 
-    def look_up_next(self, seq: Sequence) -> bool:
+    def _look_up_to_admit(self, seq: Sequence) -> None:
         self.look_up(seq)
         held, tree = self.held(seq), self._states
         match, reached = held.match, tree.reached * self.block_size // self._grid * self._grid
@@ -83,7 +81,6 @@ class StateTreeMemory(TreeMemory):
             self._find_states(1)
             tree.unlock(match.best, since)
             self._settle()
-        return True
 
     def _room_to_load(self, seq: Sequence, pages: int, marks: int) -> bool:
         held = self.held(seq)

@@ -126,6 +126,7 @@ class PrefixTree:
         self._rank, self._rules = RANKS[settings.eviction], settings.rules
         self._keeps_reached = settings.eviction == "tlru"
         self.has_host, self.host_unused = settings.host_pages > 0, settings.host_pages
+        self.host_marks_unused = settings.host_marks
         self.writes_back = self.has_host and settings.write_policy == "write_back"
         self._hits_to_write = 1 if settings.write_policy == "write_through" else 2
         self.least_load = settings.least_load
@@ -143,7 +144,7 @@ class PrefixTree:
         # Of the step in flight.
         self._loading: list[tuple[Node, Pin, int]] = []
         self.when_written: Callable[[Node], None] | None = None
-        """Hears of each node whose copy to the host has ended."""
+        """Hears of each node whose copy to the host has ended, or whose mark's has."""
         # Copies to the host that are yet to begin; what they copy stays on the GPU until `written`.
         self._to_write: list[Writing] = []
         # Nodes whose copies are under way.
@@ -373,8 +374,6 @@ class PrefixTree:
         if not self.writes_back:
             return self._delete(node)
         if self._write(node):
-            if self.when_written is not None:
-                self.when_written(node)
             self._note_copy(node)
             return self._demote(node)
         return self._drop(node)
@@ -437,17 +436,21 @@ class PrefixTree:
         if lacking > 0 and self.evict_host(lacking) < lacking:
             return False
         self.host_unused -= pages
-        marks = self._write_marks(node)
-        if marks is None:
+        marked = self._write_marks(node)
+        if marked is None:
             self.host_unused += pages
             return False
-        if not pages and not marks:
+        if not pages and not marked:
             return True
+        marks = sum([self.size_of(one) for one in marked])
         self.num_written += pages
         node.on_host = True
         if self.writes_back:
             self.num_written_back += pages
             self.marks_written_back += marks
+            if self.when_written is not None:
+                for one in reversed([*dict.fromkeys([node, *marked])]):
+                    self.when_written(one)
         else:
             since = self.lock(node)
             node.writing = node
@@ -455,9 +458,13 @@ class PrefixTree:
             self._to_write.append(Writing(node, since, pages, marks))
         return True
 
-    def _write_marks(self, node: Node) -> int | None:
-        """What its copy takes of the host's marks; None: there is no room for them."""
-        return 0
+    def size_of(self, node: Node) -> int:
+        """What its mark takes of their pool: its pages."""
+        return len(node.keys)
+
+    def _write_marks(self, node: Node) -> Sequence[Node] | None:
+        """Those of which its copy takes marks to the host, the last first; None: there is no room for them."""
+        return ()
 
     @property
     def writes_wait(self) -> bool:
@@ -531,10 +538,11 @@ class PrefixTree:
             self._copies.pop(node, None)
         return freed
 
-    def insert_on_host(self, anchor: Node, keys: Keys) -> int | None:
-        """Pages after `anchor` have come to the host from storage; returns how many of them were there.
+    def insert_on_host(self, anchor: Node, keys: Keys) -> tuple[Node | None, int] | None:
+        """Pages after `anchor` have come to the host from storage.
 
-        None: the host has lost what `anchor` has, and they are of no use.
+        Returns where they end, if the host has that (else None), and how many of them were there. None: the host has
+        lost what `anchor` has, and they are of no use.
         """
         anchor.used = self._tick()
         node, depth, length, present = anchor, 0, len(keys), 0
@@ -561,7 +569,26 @@ class PrefixTree:
             self._note_reached(leaf)
             self._note_leaf(leaf)
             self._note_leaf(node)
-        return present
+            node = leaf
+        return (node if length and node.on_host else None), present
+
+    # What storage has of marks (`MarkedTree`).
+
+    def marks_to_fetch(self, anchor: Node, pages: int) -> int:
+        """Of so many pages after `anchor` how many, the last, are asked for with their marks."""
+        return 0
+
+    def take_host_marks(self, num: int) -> bool:
+        """Make room on the host for so many; whether there is."""
+        return True
+
+    def mark_on_host(self, anchor: Node, node: Node, num: int) -> int:
+        """The last so many of what ends with `node`, after `anchor`, have come; how many are kept."""
+        return 0
+
+    def num_host_marks(self, node: Node) -> int:
+        """Those of its pages of which the host has marks; one of a state."""
+        return 0
 
     def keys_of(self, node: Node) -> tuple[int, ...]:
         """Of all pages from the first on, to the end of `node`."""

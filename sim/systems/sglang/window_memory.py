@@ -15,7 +15,7 @@ from sim.engine.batch import DecodeBatch
 from sim.engine.limits import Limits
 from sim.engine.plan import IterationPlan
 from sim.engine.sequence import Sequence
-from sim.errors import InvariantError, UserError
+from sim.errors import InvariantError
 from sim.kv.memory import Memory
 from sim.systems.sglang.marked_tree import WindowTree
 from sim.systems.sglang.memory import Copies, Held, TreeMemory
@@ -31,18 +31,15 @@ class WindowTreeMemory(TreeMemory):
 
     @classmethod
     def build(cls, b: "Builder") -> Memory:
-        """Of a model with states, `StateTreeMemory`; with one pool, `TreeMemory`, perhaps with storage behind it."""
+        """Of a model with states, `StateTreeMemory`; with one pool, `TreeMemory`."""
         if b.limits.states is not None:
             from sim.systems.sglang.state_memory import StateTreeMemory  # noqa: PLC0415 - few models have any
 
             return StateTreeMemory.build(b)
         if b.limits.window is None or b.limits.window.own_blocks is None:
-            if b.options(SglangOptions).hicache_storage_backend is None:
-                return TreeMemory.build(b)
-            from sim.systems.sglang.storage import StoredTreeMemory  # noqa: PLC0415 - few runs have any
-
-            return StoredTreeMemory.build(b)
-        return cls(b.limits, b.options(SglangOptions), cls.copies(b), schedules_ahead=b.policy.schedules_ahead)
+            return TreeMemory.build(b)
+        ahead = b.policy.schedules_ahead
+        return cls(b.limits, b.options(SglangOptions), cls.copies(b), schedules_ahead=ahead).with_storage(b)
 
     def __init__(self, limits: Limits, options: SglangOptions, copies: Copies, *, schedules_ahead: bool) -> None:
         window = limits.window
@@ -50,11 +47,6 @@ class WindowTreeMemory(TreeMemory):
             raise InvariantError("two pools need to know the window and its pool")
         # SGLang's window leaves the query's own token out.
         self.window_tokens = window.tokens - 1
-        if options.hicache_storage_backend is not None:
-            raise UserError(
-                "sglang hicache-storage-backend: storage for layers with a window is not simulated; leave it out, or "
-                "give disable-hybrid-swa-memory"
-            )
         super().__init__(limits, options, copies)
         assert isinstance(self.tree, WindowTree), "as it was made"
         self._windows = self.tree
