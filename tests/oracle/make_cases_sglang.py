@@ -325,7 +325,9 @@ class Returning(Storing):
 
 
 class WindowedStoring(Returning, WindowedCopying):
-    """With storage behind the windows."""
+    """With storage behind the windows, which are short: prompts are longer."""
+
+    windows = (4, 15, 16, 31, 64)
 
 
 class StatefulStoring(Returning, StatefulCopying):

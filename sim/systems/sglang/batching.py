@@ -159,7 +159,6 @@ class ExtendFirst(Batching):
         asked = now_s, len(self.queue)
         if asked == self._asked_in_vain:
             return
-        self.queue.note_arrivals()
         self.tree.begin_step(now_s)
         self._merge()
         while (defers := self._defers_prompts()) or not self._prefill(plan, now_s):
@@ -196,10 +195,10 @@ class ExtendFirst(Batching):
         waits = bool(self.queue.waiting)
         looks = self._asks_every_step or not self.is_full
         # Storage is asked for a prompt in the pass after it arrived.
-        plan.cut_on_arrival = looks or self.tree.entered is not None or self.queue.ages
+        plan.cut_on_arrival = looks or self.tree.entered is not None
         # What the last step prefilled enters the tree when that has ended.
         settles = plan.chunks or self.scheduler.last_in_flight or any(self._to_settle) or self.chunked is not None
-        if not settles and not (waits and (looks or self.tree.counts_passes)):
+        if not settles and not self.queue.ages and not (waits and (looks or self.tree.counts_passes)):
             self.scheduler.allow_jump(plan)
 
     def _defers_prompts(self) -> bool:
@@ -504,7 +503,6 @@ class ExtendFirst(Batching):
         if times.iterations > 1:
             self._before = times.end_s - times.last_s, {}
         self._decodes_first = max(0, self._decodes_first - times.iterations + 1)
-        self.queue.computed_tokens += self._decode_tokens * (times.iterations - 1)
         for _ in range(times.iterations - 1):
             if self.ratio > self._least_ratio:
                 self.ratio = max(self.ratio - self._decay, self._least_ratio)

@@ -71,8 +71,7 @@ class SglangQueue(Order):
         """Whether the order depends on what has been computed meanwhile."""
         self.computed_tokens = 0
         self._computed_before: dict[Sequence, int] = {}
-        # Not yet among these.
-        self._arrived: list[Sequence] = []
+        """Of each that waits: what had been computed when it came."""
 
     def bind(self, scheduler: "Scheduler") -> None:
         super().bind(scheduler)
@@ -89,8 +88,7 @@ class SglangQueue(Order):
         self._queue.append(seq)
         self._num_entered += 1
         self._entered[seq] = self._num_entered
-        if self.ages:
-            self._arrived.append(seq)
+        self._computed_before[seq] = self.computed_tokens
         if self._memory.entered is not None:
             self._memory.entered.append(seq)
 
@@ -109,14 +107,6 @@ class SglangQueue(Order):
     def put_back(self, seqs: list[Sequence]) -> None:
         for seq in seqs:
             self.add(seq)
-        self.note_arrivals()
-
-    def note_arrivals(self) -> None:
-        """A step is about to be planned: what had been computed when requests came."""
-        for seq in self._arrived:
-            if seq in self._entered:
-                self._computed_before[seq] = self.computed_tokens
-        self._arrived.clear()
 
     def urgency(self, seq: Sequence) -> int:
         """The less, the more urgent."""
