@@ -46,7 +46,7 @@ class MarkedTree(PrefixTree):
         """What all marks take of their pool, and those that no sequence reads."""
         self._host_marks: dict[MarkedNode, None] = {}
         """Nodes of which the host alone has the mark."""
-        self.reached: int
+        self.reached = 0
         """Pages that the last match would have had without marks."""
 
     def _new_node(self, parent: Node | None, keys: tuple[int, ...]) -> MarkedNode:

@@ -120,11 +120,11 @@ class TreeMemory(Memory):
         self.tree = self._new_tree(
             TreeSettings(
                 options.radix_eviction_policy,
-                EvictionRules(*options.eviction_rules(size)),
                 host_pages,
                 host_marks,
                 options.hicache_write_policy,
                 least_load,
+                EvictionRules(*options.eviction_rules(size)),
             )
         )
         self.storage: HostStorage | None = None

@@ -109,11 +109,11 @@ class TreeSettings(NamedTuple):
     """
 
     eviction: EvictionPolicy
-    rules: EvictionRules
     host_pages: int
     host_marks: int
     write_policy: WritePolicy
     least_load: int
+    rules: EvictionRules = EvictionRules()
 
 
 class PrefixTree:
