@@ -174,15 +174,6 @@ def test_jumps_change_nothing_where_prompts_wait(model, gpu, num_prompts, rate, 
     assert rows[0] == [pytest.approx(row, abs=1e-6) for row in rows[1]]
 
 
-def test_prompts_with_time_leave_blocks_to_what_is_parked_without():
-    """Blocks as they became free went to prompts with 9 s to spare, and of those parked 6 % lost their TPOT."""
-    scenario = Scenario(
-        model="qwen3-8b", gpu="rtx-4090", workload="uniform", input_len=77, output_len=137, num_prompts=600,
-        request_rate=36.0, seed=3, goodput=("ttft:9000", "tpot:65"),
-    )  # fmt: skip
-    assert good_of(scenario) >= 0.97 * 600
-
-
 def test_what_is_hopeless_leaves_time_to_those_to_come():
     """Few decodes fit the TPOT. Where the hopeless started beside most of them, 155 of 200 requests were in time."""
     scenario = Scenario(
@@ -192,37 +183,29 @@ def test_what_is_hopeless_leaves_time_to_those_to_come():
     assert good_of(scenario) >= 165
 
 
-def test_seats_are_made_free_for_as_many_prompts_as_a_chunk_has():
-    """Each prompt went alone, as it takes longer beside decodes on an L20, and read the weights: 470 were in time."""
+@pytest.mark.parametrize(
+    ("machine", "lengths", "count", "per_s", "slos_ms", "seats", "least"),
+    [
+        # Blocks as they became free went to prompts with 9 s to spare, and of those parked 6 % lost their TPOT.
+        (("qwen3-8b", "rtx-4090"), (77, 137), 600, 36.0, (9000, 65), None, 582),
+        # Each prompt went alone, as it takes longer beside decodes on an L20, and read the weights: 470 were in time.
+        (("qwen2.5-7b", "l20"), (100, 200), 600, 40.0, (3000, 100), None, 500),
+        # The cheapest came back first and kept coming: the others missed their TPOT, half decoded. 780 were good.
+        (("mistral-7b-v0.1", "a100-40g"), (99, 153), 1000, 40.0, (2000, 87), 64, 820),
+        # Most were deferred, started in time and got their first token a little late: 107 of 250 were good.
+        (("llama-2-7b", "l20"), (2000, 500), 250, 1.2, (550, 90), None, 120),
+        # Chunks of 128 tokens went alone, as larger ones should, and each read the weights: 786 of 1,000 were good.
+        (("qwen3-32b", "h200"), (100, 300), 1000, 50.0, (7000, 90), None, 810),
+    ],
+    ids=[
+        "prompts with time leave blocks to what is parked without", "as many seats as a chunk has prompts",
+        "all that take turns keep their TPOT", "a deferred prompt is cut no finer than its first token allows",
+        "what little time there is for prompts is beside the decodes",
+    ],
+)  # fmt: skip
+def test_requests_alike_at_loads_where_a_rule_failed(machine, lengths, count, per_s, slos_ms, seats, least):
     scenario = Scenario(
-        model="qwen2.5-7b", gpu="l20", workload="uniform", input_len=100, output_len=200, num_prompts=600,
-        request_rate=40.0, seed=3, goodput=("ttft:3000", "tpot:100"),
+        model=machine[0], gpu=machine[1], workload="uniform", input_len=lengths[0], output_len=lengths[1], seed=3,
+        num_prompts=count, request_rate=per_s, goodput=(f"ttft:{slos_ms[0]}", f"tpot:{slos_ms[1]}"), max_num_seqs=seats,
     )  # fmt: skip
-    assert good_of(scenario) >= 500
-
-
-def test_those_that_take_turns_all_keep_their_tpot():
-    """The cheapest came back first and kept coming: the others missed their TPOT, half decoded. 780 were good."""
-    scenario = Scenario(
-        model="mistral-7b-v0.1", gpu="a100-40g", workload="uniform", input_len=99, output_len=153, num_prompts=1000,
-        request_rate=40.0, seed=3, goodput=("ttft:2000", "tpot:87"), max_num_seqs=64,
-    )  # fmt: skip
-    assert good_of(scenario) >= 820
-
-
-def test_a_deferred_prompt_is_cut_no_finer_than_its_first_token_allows():
-    """Most were deferred, started in time and got their first token a little late: 107 of 250 were good."""
-    scenario = Scenario(
-        model="llama-2-7b", gpu="l20", workload="uniform", input_len=2000, output_len=500, num_prompts=250,
-        request_rate=1.2, seed=3, goodput=("ttft:550", "tpot:90"),
-    )  # fmt: skip
-    assert good_of(scenario) >= 120
-
-
-def test_what_little_time_there_is_for_prompts_is_beside_the_decodes():
-    """Chunks of 128 tokens went alone, as larger ones should, and each read the weights: 786 of 1,000 were good."""
-    scenario = Scenario(
-        model="qwen3-32b", gpu="h200", workload="uniform", input_len=100, output_len=300, num_prompts=1000,
-        request_rate=50.0, seed=3, goodput=("ttft:7000", "tpot:90"),
-    )  # fmt: skip
-    assert good_of(scenario) >= 810
+    assert good_of(scenario) >= least
