@@ -144,6 +144,7 @@ def limits_of(policy: Policy, limit: Limits, seqs: int, chunk: int | None) -> Li
             max_num_seqs=engine.max_num_seqs,
             max_num_batched_tokens=engine.max_num_batched_tokens,
             enable_chunked_prefill=engine.enable_chunked_prefill,
+            stops_at_max_model_len=BATCHINGS[policy.names["batching"]].stops_at_max_model_len,
         )
     raise AssertionError(f"{policy.name} takes none of the usual limits")
 

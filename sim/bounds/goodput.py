@@ -11,8 +11,8 @@ the solver that finds good ones (HiGHS) need not be trusted. Bins are longer tha
 none: instead of all whose terms are positive, the best of those whose prompts fit their windows one after another are
 summed (`most_in_time`: the bins alone are relaxed). The run lasts until the last has arrived and had its own
 iterations, and until the work of all is done: goodput is at most that count over the longer of the two. That holds for
-runs that serve every request that fits. No engine takes whole prompts beyond `max_model_len`, which count neither way;
-in chunks vLLM 0.5.5 does.
+runs that serve every request that fits. Prompts that an engine refuses count neither way: of `max_model_len`
+tokens or more in vLLM v1, of more in vLLM 0.5.5 without chunks.
 
 A sequence that decodes holds blocks or streams them from the host, and a seat. Where its last token must come soon
 after its first, what it adds to short iterations counts more (`Work.paced_s`), and where few others may be served
@@ -70,6 +70,8 @@ def goodput_bound(
         return None
     work, may_fail = least_work(requests, limits, cost)
     most_tokens = np.inf if limits.enable_chunked_prefill else limits.max_model_len
+    if limits.stops_at_max_model_len:
+        most_tokens = limits.max_model_len - 1
     served = np.array([request.prompt_tokens <= most_tokens for request in requests])
     prefills, decodes = priced(work, prices, limits, cost, limits.max_num_seqs)
     arrivals = np.array([request.arrival_s for request in requests])

@@ -76,6 +76,8 @@ class Limits:
     kept_of_prompt: "KeptOfPrompt | None" = None
     stages: int = 1
     """Of a pipeline whose batches one scheduler makes (vLLM v1); 1 where each has one of its own."""
+    stops_at_max_model_len: bool = False
+    """Whether a request ends when it has so many tokens: a prompt of as many is refused."""
 
     @property
     def has_window_groups(self) -> bool:

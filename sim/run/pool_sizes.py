@@ -100,7 +100,8 @@ def limits_of(
     host_blocks = scenario.num_cpu_blocks_override
     if host_blocks is None:
         host_blocks = pool.num_cpu_blocks
-    is_queued = pp > 1 and BATCHINGS[policy.names["batching"]].queues_batches
+    batching = BATCHINGS[policy.names["batching"]]
+    is_queued = pp > 1 and batching.queues_batches
     # vLLM 0.5.5 gives each virtual engine its share.
     shares = 1 if is_queued else pp
     return Limits(
@@ -117,6 +118,7 @@ def limits_of(
         states=states,
         kept_of_prompt=sparse.kept_of_prompt if sparse is not None else None,
         stages=pp if is_queued else 1,
+        stops_at_max_model_len=batching.stops_at_max_model_len,
     )
 
 

@@ -1,5 +1,6 @@
 """The certified bound: by hand, against exhaustive search and the offline scheduler, never exceeded by any preset."""
 
+from dataclasses import replace
 from functools import cache
 from itertools import combinations, product
 
@@ -128,9 +129,11 @@ def test_prompts_that_no_engine_takes_count_neither_way():
     assert bound.least_duration_s == pytest.approx(0.3)
 
 
-def test_a_prompt_as_long_as_the_context_counts():
+@pytest.mark.parametrize(("stops", "good"), [(False, 2.0), (True, 1.0)])
+def test_a_prompt_as_long_as_the_context_counts_unless_it_is_refused(stops, good):
     machine = linear_machine(prefill=(0.0, 0.01, 0.0), decode=(0.0, 0.0, 0.0))
-    assert bound_of(requests((0.0, 40, 1)), limits(max_model_len=40), machine).good_requests == pytest.approx(1.0)
+    limit = replace(limits(max_model_len=40), stops_at_max_model_len=stops)
+    assert bound_of(requests((0.0, 40, 1), (0.0, 39, 1)), limit, machine).good_requests == pytest.approx(good)
 
 
 @pytest.mark.parametrize("name", ["vllm-recompute", "sarathi"])
