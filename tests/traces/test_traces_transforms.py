@@ -101,6 +101,9 @@ def test_clip_by_hand_with_output_ids(output, names, limit, after):
     assert next(clip([before], limit))[2:9] == after
 
 
+@example(100, 50, [10, 9], 40)  # All that half of the context has room for.
+@example(100, 50, [10, 10], 40)
+@example(100, 50, [0, 0, 0, 0], 8)  # Four tokens of output: no call behind the last.
 @given(tokens, st.integers(2, 300), st.lists(st.integers(0, 300), max_size=4), st.integers(2, 1000))
 def test_answers_of_tools_fit_beside_what_a_clip_keeps(prompt, output, returned, limit):
     calls = tuple(ToolCall(after, 0.5, tokens) for after, tokens in enumerate(returned, 1) if after < output)
@@ -156,7 +159,7 @@ def test_merge_tells_the_prefixes_and_sessions_of_traces_apart():
     assert first.priority == 5
     assert first.session_id != second.session_id
     assert list(merge(one)) == one
-    images = [Request(0, 0.0, 9, 9, images=(Image(0, 4, 7), Image(4, 5, 8)))]
+    images = [Request(0, 0.0, 9, 9, images=(Image(0, 4, 7), Image(4, 5, 9)))]
     first, second = merge(images, images)
     assert not {one.image_id for one in first.images} & {one.image_id for one in second.images}
     # Where there are no sessions, none are made.
@@ -188,6 +191,7 @@ def test_request_rate_and_burstiness_are_those_asked_for_or_poissons(burstiness,
         lambda r: at_request_rate(r, 0),
         lambda r: at_request_rate(r, 1, burstiness=0),
         lambda r: at_request_rate(r, float("nan")),
+        lambda r: at_request_rate(r, 1, seed=-1),
     ],
 )
 def test_senseless_arguments_are_refused_at_once(wrong):
