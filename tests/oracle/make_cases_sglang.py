@@ -31,6 +31,9 @@ STATEFUL = HERE / "cases_sglang_stateful"
 STATEFUL_SEEDS = 60002, 60005, 60006, 60007, 60008, 60009, 60035, 60044, 60048, 60055, 60060, 60100
 STATEFUL_COPYING_SEEDS = 71010, 71035, 71043, 71045, 71056, 71057
 STORING_SEEDS = 201, 220, 222, 226, 230
+WINDOWED_STORING_SEEDS = 100, 101
+STATEFUL_STORING_SEEDS = 6, 7
+FLAGGED_STATEFUL_SEEDS = (63002,)
 RETURNING_SEEDS = 42004, 42012, 43007, 43013, 43028
 COSTS = (
     "0.005,4e-5,2e-9,0.02,2e-5,6e-7",
@@ -435,6 +438,9 @@ def main() -> None:
         ask(python, oracle, STATEFUL, list(STATEFUL_COPYING_SEEDS), StatefulCopying)
         ask(python, oracle, COPYING, list(STORING_SEEDS), Storing)
         ask(python, oracle, COPYING, list(RETURNING_SEEDS), Returning)
+        ask(python, oracle, WINDOWED, list(WINDOWED_STORING_SEEDS), WindowedStoring)
+        ask(python, oracle, STATEFUL, list(STATEFUL_STORING_SEEDS), StatefulStoring)
+        ask(python, oracle, STATEFUL, list(FLAGGED_STATEFUL_SEEDS), flagged(Stateful))
 
 
 if __name__ == "__main__":

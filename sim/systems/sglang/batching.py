@@ -114,7 +114,9 @@ class ExtendFirst(Batching):
         self.page = page = memory.block_size
         self.pool_tokens = memory.gpu.num_blocks * page
         self.seats = min(limits.max_num_seqs, self.pool_tokens // 2)
-        self._least_seats = min(self.settings.min_free_slots_delay, self.seats)
+        least = min(self.settings.min_free_slots_delay, self.seats)
+        # SGLang takes one for none.
+        self._least_seats = least if least > 1 else 0
         self.max_tokens = min(limits.max_model_len, self.pool_tokens) - 1
         # With a prompt's tokens; with its whole pages.
         self._most_tokens, self._most_paged = self.max_tokens - 1, self.pool_tokens - page - 1
@@ -304,6 +306,8 @@ class ExtendFirst(Batching):
                 plan.add_chunk(seq, chunk, ADMITTED)
                 if seq.num_computed + chunk < seq.num_tokens:
                     self.chunked, self._has_entered = seq, False
+            else:
+                memory.refused(seq)
             if verdict is not Verdict.GO_ON:
                 if verdict is Verdict.NO_TOKEN:
                     self.is_full = bool(now.chunks) or bool(self.running)

@@ -203,7 +203,16 @@ class TreeMemory(Memory):
         if storage is not None and not storage.end_prefetch(seq):
             return False
         self._look_up_to_admit(seq)
-        return storage is None or not storage.ask_for_lost(seq)
+        if storage is None or not storage.ask_for_lost(seq):
+            return True
+        self.passed_over(seq)
+        return False
+
+    def passed_over(self, seq: Sequence) -> None:
+        """`seq`, which was looked up, waits for storage; others pass."""
+
+    def refused(self, seq: Sequence) -> None:
+        """`seq`, which was looked up, is not admitted."""
 
     def _look_up_to_admit(self, seq: Sequence) -> None:
         self.look_up(seq)

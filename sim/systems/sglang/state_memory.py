@@ -75,26 +75,44 @@ class StateTreeMemory(TreeMemory):
         held.branch = reached if reached > (match.pages + match.host_pages) * self.block_size else 0
         # What the host has is copied when it is loaded.
         held.copies = match.best is not tree.root and not match.host_marks
-        if held.copies:
+        if held.copies and not held.num_states:
             # A slot for its copy of what it hits, whether it is admitted or not.
             since = tree.lock(match.best)
             self._find_states(1)
             tree.unlock(match.best, since)
             self._settle()
 
+    def passed_over(self, seq: Sequence) -> None:
+        self._take_slot(self.held(seq))
+
+    def _take_slot(self, held: Held) -> None:
+        """The slot for its copy is its own."""
+        if held.copies and not held.num_states:
+            held.num_states = 1
+            self._own_states += 1
+
+    def refused(self, seq: Sequence) -> None:
+        self._own_states -= self.held(seq).num_states
+        self.held(seq).num_states = 0
+
+    def forget(self, seq: Sequence) -> None:
+        if seq in self._held:
+            self.refused(seq)
+        super().forget(seq)
+
     def _room_to_load(self, seq: Sequence, pages: int, marks: int) -> bool:
         held = self.held(seq)
-        self._find_states(1)
-        self._own_states += 1
+        slots = 1 - held.num_states
+        self._find_states(slots)
+        self._own_states += slots
         held.copies = self.make_room(pages) and self._evict_states(marks)
-        self._own_states -= 1
+        self._own_states -= slots
         return held.copies
 
     def hold(self, seq: Sequence) -> int:
         held = self.held(seq)
         held.tracked = held.begun = 0
-        held.num_states = int(held.copies)
-        self._own_states += held.num_states
+        self._take_slot(held)
         return super().hold(seq)
 
     def extend(self, chunks: list[tuple[Sequence, int]]) -> None:
@@ -151,12 +169,10 @@ class StateTreeMemory(TreeMemory):
 
     def _give_back(self, seq: Sequence, held: Held) -> None:
         super()._give_back(seq, held)
-        self._own_states -= held.num_states
-        held.num_states = 0
+        self.refused(seq)
 
     def recount(self) -> tuple[int, int]:
-        seqs = [*self.batch.members, *(seq for seq, _ in self.scheduler.holders())]
-        own, tree = sum(self.held(seq).num_states for seq in seqs), self._states
+        own, tree = sum(held.num_states for held in self._held.values()), self._states
         found, counted = (self._own_states, tree.num_marked, tree.num_marked_idle), (own, *tree.recounted())
         if found != counted:
             raise InvariantError(f"states (sequences', the tree's, idle) are {found}, counted {counted}")

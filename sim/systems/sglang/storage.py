@@ -86,7 +86,7 @@ class Prefetch:
         self.taken: int | None = None
         self.marks = self.marks_taken = 0
         self.marks_read: int | None = None
-        self.is_terminated = self.is_late = False
+        self.is_terminated = False
 
 
 class Asker:
@@ -340,9 +340,8 @@ class HostStorage:
         asker = self._askers.get(prefetch.seq)
         is_current = asker is not None and asker.prefetch is prefetch
         if completed is not None or marks is not None:
-            if is_current and completed is not None:
-                prefetch.completed = completed
-            if is_current and marks is not None:
+            if is_current:
+                prefetch.completed = prefetch.completed if completed is None else completed
                 prefetch.marks_read = marks
             return
         if asker is not None and is_current:
@@ -440,6 +439,9 @@ class HostStorage:
     def forget(self, seq: Sequence) -> None:
         asker = self._askers.pop(seq, None)
         if asker is None:
+            if seq in self.entered:
+                # A full queue refused it at once.
+                self.entered.remove(seq)
             return
         self._stop_retrying(asker)
         if (prefetch := asker.prefetch) is not None:
