@@ -192,6 +192,7 @@ def test_request_rate_and_burstiness_are_those_asked_for_or_poissons(burstiness,
         lambda r: at_request_rate(r, 1, burstiness=0),
         lambda r: at_request_rate(r, float("nan")),
         lambda r: at_request_rate(r, 1, seed=-1),
+        lambda r: resample(trace([0.0, 1.0]), 5.0, -1),
     ],
 )
 def test_senseless_arguments_are_refused_at_once(wrong):
@@ -225,15 +226,15 @@ def test_the_rate_stays_and_gaps_within_blocks_too():
 
 
 def test_a_block_that_comes_again_is_other_text_but_for_what_blocks_share():
-    """Block 0 and 1 share id 7, as a system prompt; 1 and 2 are their own."""
-    requests = [Request(0, 0.0, 32, 4, "a", (7, 1), 16, (3,)), Request(1, 1.0, 32, 4, "b", (7, 2), 16)]
+    """Block 0 and 1 share id 0, as a system prompt; 1 and 2 are their own."""
+    requests = [Request(0, 0.0, 32, 4, "a", (0, 1), 16, (3,)), Request(1, 1.0, 32, 4, "b", (0, 2), 16)]
     drawn = list(islice(resample(requests, 1.0, 0), 40))
-    assert all(r.hash_ids[0] == 7 for r in drawn)
+    assert all(r.hash_ids[0] == 0 for r in drawn)
     own = [(r.session_id, r.hash_ids[1], r.output_hash_ids) for r in drawn]
-    assert len({session for session, *_ in own}) == len({ident for _, ident, _ in own}) == 40
+    assert len({session for session, *_ in own}) == 40
     assert {"a", "b"} < {session for session, *_ in own}
-    outputs = [ids for *_, ids in own if ids]
-    assert len(set(outputs)) == len(outputs)
+    names = [0, *(name for _, ident, output in own for name in (ident, *output))]
+    assert len(set(names)) == len(names)
 
 
 def test_the_seed_decides():
