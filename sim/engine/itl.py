@@ -2,8 +2,8 @@
 
 All sequences of an iteration share its end time, so the gaps between tokens are few distinct values with large weights.
 They are counted in logarithmic bins, and looked at once more in those where percentiles are. Past `EXACT_RUNS` recorded
-runs only finer bins are kept, so that memory stays bounded however long the trace is. Few runs are counted without
-numpy, which takes longer to import.
+runs only finer bins are kept, so that memory stays bounded however long the trace is. Few runs stay in a list and are
+counted without numpy, which takes longer to import.
 """
 
 from array import array
@@ -20,12 +20,10 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 FLOATS_PER_RUN, FLOAT_BYTES = 4, 8
-RECENT_FLOATS = 1 << 14
-"""What is recorded is packed when it is so much, to take a quarter of the room, and unpacked by so much."""
+FEW_FLOATS, RECENT_FLOATS = 1 << 19, 1 << 14
+"""What is recorded is packed when it is so much, first and then again, to take a quarter of the room."""
 EXACT_RUNS = 1 << 20
 """Runs of iterations kept exactly (32 MiB)."""
-MANY_BYTES = 1 << 21
-"""Of runs (65,536): more are counted sooner with numpy, its import included."""
 BIN_RATIO = 1.0002
 """Ratio of neighbouring bin edges: a percentile read from the bins alone is within 1e-4 of the exact one."""
 SORTED_RATIO = 1.002
@@ -48,23 +46,29 @@ class GapStatistics(msgspec.Struct, frozen=True):
 class GapCollector:
     """Collects runs of gaps: `count` gaps from `gap_s` on, each longer by `slope_s`, each for `weight` sequences."""
 
-    __slots__ = ("_bins", "_max_bytes", "_recent", "_runs")
+    __slots__ = ("_bins", "_max_bytes", "_most_recent", "_recent", "_runs")
 
     def __init__(self, max_runs: int = EXACT_RUNS) -> None:
         self._runs = bytearray()
         self._recent: list[float] = []
         self._max_bytes = FLOAT_BYTES * FLOATS_PER_RUN * max_runs
+        self._most_recent = min(FEW_FLOATS, FLOATS_PER_RUN * max_runs)
         self._bins: _Bins | None = None
         """What is not kept exactly."""
 
-    def add(self, gap_s: float, slope_s: float, count: int, weight: int) -> None:
+    def add(self, gap_s: float, slope_s: float, count: float, weight: float) -> None:
         """Record one run."""
-        self._recent += (gap_s, slope_s, count, weight)
+        recent = self._recent
+        recent.append(gap_s)
+        recent.append(slope_s)
+        recent.append(count)
+        recent.append(weight)
 
     def bound_memory(self) -> None:
         """Keep bins alone of what is recorded if it is too much; call now and then."""
-        if len(self._recent) >= RECENT_FLOATS or len(self._recent) * FLOAT_BYTES >= self._max_bytes:
+        if len(self._recent) >= self._most_recent:
             self._pack()
+            self._most_recent = min(RECENT_FLOATS, self._most_recent)
             if len(self._runs) >= self._max_bytes:
                 self._fold()
 
@@ -76,23 +80,24 @@ class GapCollector:
     def _fold(self) -> "_Bins":
         if self._bins is None:
             self._bins = _Bins(BIN_RATIO)
-        self._bins.add(self._runs)
+        self._bins.add(self._runs, [])
         self._runs.clear()
         return self._bins
 
     def statistics(self, percentiles: tuple[float, ...]) -> GapStatistics | None:
         """Statistics over every gap recorded; percentiles interpolate linearly, as `numpy.percentile` does."""
-        self._pack()
         exact = self._bins is None
+        if self._runs or not exact:
+            self._pack()
         if exact:
             bins = _Bins(SORTED_RATIO)
-            bins.add(self._runs)
+            bins.add(self._runs, self._recent)
         else:
             bins = self._fold()
         if not bins.count:
             return None
         ranks = [percentile / 100.0 * (bins.count - 1.0) for percentile in percentiles]
-        found = bins.at([float(end) for rank in ranks for end in (floor(rank), ceil(rank))], self._runs)
+        found = bins.at([float(end) for rank in ranks for end in (floor(rank), ceil(rank))], self._runs, self._recent)
         mean, variance = bins.moments()
         by_percentile = {
             percentile: low_s + (high_s - low_s) * (rank - floor(rank))
@@ -135,7 +140,7 @@ class _Bins:
 
     def _add_single(self, runs: bytearray) -> bytearray:
         """Count the runs of one gap; those of several."""
-        import numpy as np  # noqa: PLC0415 - see `MANY_BYTES`
+        import numpy as np  # noqa: PLC0415 - takes longer than few runs
 
         gaps_s, own, places, several = self._single(runs)
         if len(gaps_s):
@@ -149,7 +154,7 @@ class _Bins:
 
     def _single(self, runs: bytearray) -> "tuple[NDArray[Any], NDArray[Any], NDArray[Any], bytearray]":
         """Of runs of one gap these, s, their weights and bins; and the other runs."""
-        import numpy as np  # noqa: PLC0415 - see `MANY_BYTES`
+        import numpy as np  # noqa: PLC0415 - takes longer than few runs
 
         table = np.frombuffer(bytes(runs)).reshape(-1, FLOATS_PER_RUN)
         is_single = table[:, 2] == 1.0
@@ -157,12 +162,12 @@ class _Bins:
         places = np.minimum(np.log(np.maximum(gaps_s, LEAST_S) / LEAST_S) / self._log_ratio, self._last)
         return gaps_s, own, places.astype(np.int64), bytearray(table[~is_single].tobytes())
 
-    def add(self, runs: bytearray) -> None:
-        """Count what was recorded."""
-        if len(runs) > MANY_BYTES:
+    def add(self, runs: bytearray, recent: list[float]) -> None:
+        """Count what was recorded, packed or not."""
+        if runs:
             runs = self._add_single(runs)
         weights, count, off_s, off_squared = self._weights, self.count, self._off_s, self._off_squared
-        for row in _rows(runs):
+        for row in _rows(runs, recent):
             if self._about_s is None:
                 self._about_s = row[0]
             about_s = self._about_s
@@ -186,23 +191,23 @@ class _Bins:
         off_s = self._off_s / self.count
         return (self._about_s or 0.0) + off_s, max(0.0, self._off_squared / self.count - off_s * off_s)
 
-    def at(self, ranks: list[float], runs: bytearray) -> list[float]:
-        """The gaps that so many are before in order of length, s: of those in `runs`; the middle of a bin without."""
+    def at(self, ranks: list[float], runs: bytearray, recent: list[float]) -> list[float]:
+        """The gaps that so many are before in order of length, s: of those recorded; the middle of a bin without."""
         ends = list(accumulate(self._weights))
         places = [bisect_right(ends, rank) for rank in ranks]
-        if not runs:
+        if not runs and not recent:
             return [LEAST_S * exp((place + 0.5) * self._log_ratio) for place in places]
         inside: list[dict[float, float] | None] = [None] * len(ends)
         for place in places:
             inside[place] = {}
-        if len(runs) > MANY_BYTES:
+        if runs:
             gaps_s, weights, bins, runs = self._single(runs)
             for place in set(places):
                 here, gaps = bins == place, inside[place]
                 assert gaps is not None
                 for gap_s, weight in zip(gaps_s[here].tolist(), weights[here].tolist(), strict=True):
                     gaps[gap_s] = gaps.get(gap_s, 0.0) + weight
-        for row in _rows(runs):
+        for row in _rows(runs, recent):
             for gap_s, slope_s, num, weight in zip(row[::4], row[1::4], row[2::4], row[3::4]):  # noqa: B905
                 if num == 1.0:
                     gaps = inside[self._bin(gap_s)]
@@ -224,7 +229,9 @@ class _Bins:
         return found
 
 
-def _rows(runs: bytearray) -> Iterator[list[float]]:
+def _rows(runs: bytearray, recent: list[float]) -> Iterator[list[float]]:
     """What was recorded, some at a time: gap, slope, count and weight of each run, one after the other."""
+    if recent:
+        yield recent
     for begin in range(0, len(runs), RECENT_FLOATS * FLOAT_BYTES):
         yield array("d", bytes(runs[begin : begin + RECENT_FLOATS * FLOAT_BYTES])).tolist()

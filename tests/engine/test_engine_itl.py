@@ -67,14 +67,15 @@ def test_long_runs_count_as_their_gaps_one_by_one(found: list[tuple[float, float
 
 
 def test_many_runs_are_counted_as_few_are() -> None:
-    """Runs of one gap by numpy, beyond 65,536 runs; those of several gaps, and shorter or longer than all bins, too."""
+    """Runs of one gap by numpy, past 131,072 runs; those of several gaps, and shorter or longer than all bins, too."""
     draw = np.random.default_rng(3)
-    gaps = np.concatenate([draw.lognormal(-3, 1, 69_990), [0.0, 1e-10, 2e6] * 3, [0.05]])
+    gaps = np.concatenate([draw.lognormal(-3, 1, 139_990), [0.0, 1e-10, 2e6] * 3, [0.05]])
     weights = draw.integers(1, 9, len(gaps))
     collector = GapCollector()
     for gap, weight in zip(gaps.tolist(), weights.tolist(), strict=True):
         collector.add(gap, 0.0, 1, weight)
     collector.add(0.04, 1e-4, 300, 500)
+    collector.bound_memory()
     values = np.concatenate([np.repeat(gaps, weights), np.repeat(0.04 + 1e-4 * np.arange(300), 500)])
     statistics = collector.statistics((0.0, 10.0, 50.0, 99.0, 100.0))
     assert statistics is not None and statistics.exact and statistics.count == len(values)
