@@ -94,11 +94,6 @@ def ask_twice(scheduler: Scheduler) -> None:
     for part in scheduler.parts:
         part.__class__ = _twice(type(part))
         vars(part)["asker"] = asker
-    # What the scheduler had bound before.
-    scheduler._repeats = [getattr(hook.__self__, hook.__name__) for hook in scheduler._repeats]
-    scheduler._wakes = [hook.__self__.wakes_s for hook in scheduler._wakes]
-    if scheduler._refusal is not None:
-        scheduler._refusal = scheduler.batching.refusal
 
 
 class Asker:

@@ -48,7 +48,6 @@ class Scheduler:
 
     # Beyond 30 attributes CPython finds those of a plain object by hashing.
     __slots__ = (
-        "_admitted",
         "_committed",
         "_complete",
         "_delivered",
@@ -62,7 +61,6 @@ class Scheduler:
         "_moved",
         "_parked",
         "_prepare",
-        "_refusal",
         "_repeats",
         "_reports_copies",
         "_reserve",
@@ -133,31 +131,31 @@ class Scheduler:
         self.parts = parts.all()
         for part in self.parts:
             part.bind(self)
-        self._prepare = [part.prepare for part in self.parts if overrides(part, "prepare")]
-        self._reserve = [part.reserve for part in self.parts if overrides(part, "reserve")]
-        self._complete = [part.complete for part in self.parts if overrides(part, "complete")]
-        self._repeats = [part.repeats for part in self.parts if overrides(part, "repeats")]
-        self._committed = [part.committed for part in self.parts if overrides(part, "committed")]
-        self._delivered = [part.delivered for part in self.parts if overrides(part, "delivered")]
-        self._joined = [part.joined for part in self.parts if overrides(part, "joined")]
-        self._parked = [part.parked for part in self.parts if overrides(part, "parked")]
-        self._moved = [part.moved for part in self.parts if overrides(part, "moved")]
-        self._left = [part.left for part in self.parts if overrides(part, "left")]
-        self._transferred = [part.transferred for part in self.parts if overrides(part, "transferred")]
-        self._wakes = [part.wakes_s for part in self.parts if overrides(part, "wakes_s")]
-        if self._wakes:
-            self._repeats.append(self._until_woken)
-        self._admitted = self.admission.admitted if overrides(self.admission, "admitted", Admission) else None
-        self._refusal = self.batching.refusal if overrides(self.batching, "refusal", Batching) else None
+        self._prepare = self._having("prepare")
+        self._reserve = self._having("reserve")
+        self._complete = self._having("complete")
+        self._repeats = self._having("repeats")
+        self._committed = self._having("committed")
+        self._delivered = self._having("delivered")
+        self._joined = self._having("joined")
+        self._parked = self._having("parked")
+        self._moved = self._having("moved")
+        self._left = self._having("left")
+        self._transferred = self._having("transferred")
+        self._wakes = self._having("wakes_s")
         self._frees_in_order = self.batching.frees_in_order
         self._ends_by_place = not overrides(self.batching, "end_in_order", Batching)
         self._reports_copies = self.batching.reports_copies
+
+    def _having(self, hook: str) -> list[Part]:
+        """The parts with a hook: of a part it is called sooner than as an object of its own."""
+        return [part for part in self.parts if overrides(part, hook)]
 
     # -- events ----------------------------------------------------------------------------------------------------
 
     def add(self, seq: Sequence) -> None:
         """A request arrived."""
-        if self._refusal is not None and (reason := self._refusal(seq)):
+        if reason := self.batching.refusal(seq):
             self.ignore(seq, reason)
             return
         self.order.add(seq)
@@ -167,15 +165,15 @@ class Scheduler:
         self.now_s = now_s
         while True:
             self.changed = False
-            for prepare in self._prepare:
-                prepare(now_s)
-            for reserve in self._reserve:
-                reserve()
+            for part in self._prepare:
+                part.prepare(now_s)
+            for part in self._reserve:
+                part.reserve()
             plan = IterationPlan()
             self.batching.fill(plan, now_s)
             if plan.num_decodes or plan.chunks or plan.swapped_out_blocks or plan.awaited or plan.after:
-                for complete in self._complete:
-                    complete(plan)
+                for part in self._complete:
+                    part.complete(plan)
                 break
             if self._reports_copies:
                 if not self.changed and not self.beside:
@@ -218,8 +216,8 @@ class Scheduler:
                 if self._moved:
                     for seq in plan.decodes:
                         if seq in batch.members:
-                            for moved in self._moved:
-                                moved(seq)
+                            for part in self._moved:
+                                part.moved(seq)
         if self._frees_in_order and not self._ends_by_place:
             self.batching.end_in_order(plan, ended, end_s)
         elif self._frees_in_order and ended:
@@ -228,8 +226,8 @@ class Scheduler:
             self.batching.commit_chunks(plan, end_s)
         if times.iterations > 1:
             self.batching.record_repeats(times.iterations - 1)
-        for committed in self._committed:
-            committed(plan, times)
+        for part in self._committed:
+            part.committed(plan, times)
         if not self._frees_in_order:
             for seq in ended:
                 self.end(seq, end_s)
@@ -284,8 +282,8 @@ class Scheduler:
                     self.stage.call(seq)
                 else:
                     self._finish(seq, seq.last_token_s)
-        for delivered in self._delivered:
-            delivered()
+        for part in self._delivered:
+            part.delivered()
 
     def _end_by_place(self, plan: IterationPlan, ended: list[Sequence], end_s: float) -> None:
         """Decoded and prefilled sequences may end together: they give back their blocks in the order of the step."""
@@ -315,8 +313,8 @@ class Scheduler:
             self.stage.migrated(move)
             return
         self.memory.transfer_done(move)
-        for transferred in self._transferred:
-            transferred(move)
+        for part in self._transferred:
+            part.transferred(move)
 
     def truncate(self, seq: Sequence, output_tokens: int) -> None:
         """`seq` ends with its `output_tokens`-th token, which is yet to come (a stop token; a client that has left)."""
@@ -355,11 +353,7 @@ class Scheduler:
     @property
     def wakes_s(self) -> float:
         """When some part has something to decide though nothing has happened, s; infinite where none has."""
-        return min([wakes_s() for wakes_s in self._wakes]) if self._wakes else inf
-
-    def _until_woken(self, plan: IterationPlan, steps: int) -> int:
-        plan.until_s = min(plan.until_s, self.wakes_s)
-        return steps
+        return min([part.wakes_s() for part in self._wakes]) if self._wakes else inf
 
     # -- what others may know ----------------------------------------------------------------------------------------
 
@@ -420,8 +414,7 @@ class Scheduler:
         """`seq`, which was admitted, gets its blocks, unless it has them, and runs."""
         if not placed:
             self.memory.place(seq, seq.num_tokens)
-        if self._admitted is not None:
-            self._admitted(seq)
+        self.admission.admitted(seq)
         seq.status = RUNNING
         if seq.first_scheduled_s < 0.0:
             seq.first_scheduled_s = now_s
@@ -430,8 +423,8 @@ class Scheduler:
         """`seq` decodes from the next step on, `num_hosted` of its layer groups from the host."""
         seq.status = RUNNING
         self.batch.add(seq, first=first, num_hosted=num_hosted)
-        for joined in self._joined:
-            joined(seq)
+        for part in self._joined:
+            part.joined(seq)
 
     def join_known(self, seq: Sequence) -> None:
         """`seq` decodes from the next step on, and no token of it is in flight."""
@@ -442,8 +435,8 @@ class Scheduler:
     def park(self, seq: Sequence, status: Status = PARKED) -> None:
         """`seq`, prefilled and in no batch, waits for something else than its turn."""
         seq.status = status
-        for parked in self._parked:
-            parked(seq)
+        for part in self._parked:
+            part.parked(seq)
 
     def append(self, seq: Sequence, num_tokens: int) -> None:
         """`seq`, in no batch, has `num_tokens` more tokens of context that it did not generate."""
@@ -461,10 +454,12 @@ class Scheduler:
         if plan.num_decodes != len(batch.members) or not plan.num_decodes or plan.has_swaps or self.beside:
             return
         steps = batch.steps_to_finish()
-        for repeats in self._repeats:
+        for part in self._repeats:
             if steps <= 1:
                 return
-            steps = repeats(plan, steps)
+            steps = part.repeats(plan, steps)
+        if steps > 1 and self._wakes:
+            plan.until_s = min(plan.until_s, self.wakes_s)
         plan.max_steps = steps
 
     def emit_token(self, seq: Sequence, end_s: float) -> bool:
@@ -493,8 +488,8 @@ class Scheduler:
         if seq.calls:
             self.stage.call(seq)
             return
-        for left in self._left:
-            left(seq)
+        for part in self._left:
+            part.left(seq)
         self.memory.release(seq)
         self._finish(seq, end_s)
 
@@ -510,8 +505,8 @@ class Scheduler:
 
     def tell_left(self, seq: Sequence) -> None:
         """Tell all parts that `seq` gives up its KV, wherever that is."""
-        for left in self._left:
-            left(seq)
+        for part in self._left:
+            part.left(seq)
 
     def recompute(self, seq: Sequence) -> None:
         """`seq` gives up its KV and is to be computed again; the caller puts it back in the queue."""
