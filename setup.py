@@ -26,7 +26,7 @@ HOT = {
     "sim/systems/*": "*",
     "sim/cost": "forms host lanes launches model pricing rebuilding restoring roofline spread_experts table",
     "sim/clock": "arrivals instance",
-    "sim/results": "metrics",
+    "sim/results": "column metrics",
 }
 """Modules by folder."""
 INTERPRETED = (

@@ -71,7 +71,7 @@ class Instance:
             yield from self._serve_ahead()
             return
         env, engine, arrivals, transfers = self.env, self.engine, self.arrivals, self._transfers
-        observer, peek, pricer = self.observer, env.peek, self.pricer
+        observer, queue, pricer = self.observer, env._queue, self.pricer  # `peek` raises an error where none is due
         now_s: float = env.now
         while True:
             due_s = now_s + TIE_S
@@ -90,7 +90,7 @@ class Instance:
                 end_s = times.end_s
                 if plan.awaited:
                     self._tell_started()
-            if peek() <= end_s:
+            if queue and queue[0][0] <= end_s:
                 yield env.timeout(end_s - env.now)
             if plan is not None and times is not None:
                 self.iterations += times.iterations
@@ -112,13 +112,13 @@ class Instance:
         of when the tokens come. Nothing jumps before that: a closed loop may send a request then.
         """
         env, engine, arrivals, transfers = self.env, self.engine, self.arrivals, self._transfers
-        observer, peek, host, pricer = self.observer, env.peek, self.lanes.host, self.pricer
+        observer, queue, host, pricer = self.observer, env._queue, self.lanes.host, self.pricer
         older: StepTimes | None = None
         older_ended: list[Sequence] = []
         now_s: float = env.now
         free_s = now_s
         while True:
-            if peek() <= now_s:
+            if queue and queue[0][0] <= now_s:
                 yield env.timeout(now_s - env.now)
             if arrivals.next_s <= now_s + TIE_S:
                 arrivals.deliver(now_s + TIE_S, engine.add_request)

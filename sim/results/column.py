@@ -14,15 +14,14 @@ class Column:
     """Floats in order: those spilled, those packed as the file has no room, and the last, which are a list.
 
     Attributes:
-        append: adds one, to a list: an array parses each as an argument of a call.
+        recent: the last; a new one is appended. An array parses each as an argument of a call.
     """
 
-    __slots__ = ("_code", "_file", "_has_room", "_packed", "_recent", "_spilled_bytes", "append")
+    __slots__ = ("_code", "_file", "_has_room", "_packed", "_spilled_bytes", "recent")
 
     def __init__(self, typecode: Literal["d", "f"]) -> None:
         self._code = typecode
-        self._recent: list[float] = []
-        self.append = self._recent.append
+        self.recent: list[float] = []
         self._packed = bytearray()
         self._file: FileIO | None = None
         self._has_room = True
@@ -32,8 +31,8 @@ class Column:
         """Write the list to the file; where that cannot be, pack it, now and from now on."""
         from tempfile import TemporaryFile  # noqa: PLC0415 - most runs are short
 
-        self._packed += pack(f"{len(self._recent)}{self._code}", *self._recent)
-        self._recent.clear()
+        self._packed += pack(f"{len(self.recent)}{self._code}", *self.recent)
+        self.recent.clear()
         if not self._has_room:
             return
         try:
@@ -48,7 +47,7 @@ class Column:
 
     def whole(self) -> "array[float]":
         """All of them, as an array of its own."""
-        last = self._packed + pack(f"{len(self._recent)}{self._code}", *self._recent)
+        last = self._packed + pack(f"{len(self.recent)}{self._code}", *self.recent)
         found = array(self._code, [0.0]) * ((self._spilled_bytes + len(last)) // calcsize(self._code))
         view, done = memoryview(found).cast("B"), 0
         if self._file is not None:

@@ -159,8 +159,10 @@ class RequestLog:
 
     def end(self, seq: Sequence, where: tuple[int, ...] = ()) -> None:
         """Take the figures of a sequence that ended; `where` are the values of `ENGINE_COLUMNS`."""
-        request_id, arrival_s, prompt_tokens = seq.request[:3]
-        arrival_s = self.sent_s.pop(request_id, arrival_s)
+        request = seq.request
+        request_id, arrival_s, prompt_tokens = request[0], request[1], request[2]
+        if self.sent_s:
+            arrival_s = self.sent_s.pop(request_id, arrival_s)
         if where:
             self.ended_at[where[0]] += 1
         if arrival_s < self.first_arrival_s:
@@ -178,16 +180,16 @@ class RequestLog:
             # A tool's time is not the engine's.
             tpot_s = (e2el_s - ttft_s - seq.tool_s) / (num_output - 1)
             self.tool_s += seq.tool_s
-            self._tpot_s.append(tpot_s)
+            self._tpot_s.recent.append(tpot_s)
         self.completed += 1
         self.prompt_tokens += prompt_tokens
         self.output_tokens += num_output
         if finish_s > self.last_finish_s:
             self.last_finish_s = finish_s
-        self._arrival_s.append(arrival_s)
-        self._ttft_s.append(ttft_s)
-        self._e2el_s.append(e2el_s)
-        self._queue_s.append(queue_s)
+        self._arrival_s.recent.append(arrival_s)
+        self._ttft_s.recent.append(ttft_s)
+        self._e2el_s.recent.append(e2el_s)
+        self._queue_s.recent.append(queue_s)
         if self.completed >= self._spills_at:
             columns = (self._arrival_s, self._ttft_s, self._tpot_s, self._e2el_s, self._queue_s)
             for column in columns:

@@ -168,7 +168,7 @@ def test_a_log_that_spills_has_the_same_statistics(monkeypatch, room_bytes, num_
     whole = log_of(*e2els_s)
     monkeypatch.setattr(metrics, "FEW", 4)
     spilling = log_of(*e2els_s)
-    assert (len(spilling._arrival_s._packed), len(spilling._arrival_s._recent)) == (8 * num_packed, 3)
+    assert (len(spilling._arrival_s._packed), len(spilling._arrival_s.recent)) == (8 * num_packed, 3)
     for name in ("arrival_s", "ttft_s", "tpot_s", "e2el_s", "queue_s"):
         assert getattr(spilling, name).tolist() == getattr(whole, name).tolist()
     assert spilling.latencies() == whole.latencies()
