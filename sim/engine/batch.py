@@ -184,19 +184,14 @@ class DecodeBatch:
         begin = self.step % size
         if steps == 1:
             return growth[begin]
-        cycles, needed = 0, 0
+        cycles = 0
         if steps >= size:
             cycles, steps = divmod(steps, size)
         end = begin + steps
-        if end <= size:
-            for i in range(begin, end):
-                needed += growth[i]
-        else:
+        if end > size:
             # All members but those whose turn comes neither at the end of this cycle nor early in the next.
-            cycles += 1
-            for i in range(end - size, begin):
-                needed -= growth[i]
-        return cycles * len(self.members) + needed
+            return (cycles + 1) * len(self.members) - sum(growth[end - size : begin])
+        return cycles * len(self.members) + sum(growth[begin:end])
 
     @property
     def late(self) -> dict[Sequence, float]:

@@ -228,10 +228,12 @@ class Paced(Unified):
 
     def pending(self) -> list[Sequence]:
         """Prompts that are kept, half done or waiting, as far as it looks ahead."""
-        found = [*self.partials, *self.triage.first_kept(LOOK_AHEAD + 1)]
+        found = self.triage.first_kept(LOOK_AHEAD + 1)
+        if self.partials:
+            found = [*self.partials, *found]
         if self._looked_at is not None and self._looked_at in found:
             found.remove(self._looked_at)
-        return found[:LOOK_AHEAD]
+        return found if len(found) <= LOOK_AHEAD else found[:LOOK_AHEAD]
 
     def find_worth(self) -> None:
         """Find the least chunk whose tokens cost about as little as any chunk's beside the decodes.
