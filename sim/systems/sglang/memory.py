@@ -90,18 +90,6 @@ class TreeMemory(Memory):
     def build(cls, b: "Builder") -> Memory:
         return cls(b.limits, b.options(SglangOptions), cls.copies(b)).with_storage(b)
 
-    def with_storage(self, b: "Builder") -> Self:
-        """With what is behind the host, if anything is."""
-        options = b.options(SglangOptions)
-        if options.hicache_storage_backend is not None:
-            from sim.systems.sglang.storage import HostStorage  # noqa: PLC0415 - few runs have any
-
-            page, mark = options.page_and_mark_bytes(b.limits)
-            gpus = b.block_bytes / b.limits.block_bytes
-            self.storage = HostStorage(self, options, page * gpus, mark * gpus)
-            self.entered = self.storage.entered
-        return self
-
     @staticmethod
     def copies(b: "Builder") -> Copies:
         # SGLang's kernels copy at the link's rate, however small the pages.
@@ -146,6 +134,18 @@ class TreeMemory(Memory):
         self._next_private_key = -1
         self._stops: dict[int, int] = {}
         """Of a page whose last token is a stop, by what it would be without."""
+
+    def with_storage(self, b: "Builder") -> Self:
+        """With what is behind the host, if anything is."""
+        options = b.options(SglangOptions)
+        if options.hicache_storage_backend is not None:
+            from sim.systems.sglang.storage import HostStorage  # noqa: PLC0415 - few runs have any
+
+            page, mark = options.page_and_mark_bytes(b.limits)
+            gpus = b.block_bytes / b.limits.block_bytes
+            self.storage = HostStorage(self, options, page * gpus, mark * gpus)
+            self.entered = self.storage.entered
+        return self
 
     def bind(self, scheduler: "Scheduler") -> None:
         super().bind(scheduler)
