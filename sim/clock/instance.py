@@ -72,11 +72,12 @@ class Instance:
             return
         env, engine, arrivals, transfers = self.env, self.engine, self.arrivals, self._transfers
         observer, queue, pricer = self.observer, env._queue, self.pricer  # `peek` raises an error where none is due
+        add_request = engine.add_request
         now_s: float = env.now
         while True:
             due_s = now_s + TIE_S
             if arrivals.next_s <= due_s:
-                arrivals.deliver(due_s, engine.add_request)
+                arrivals.deliver(due_s, add_request)
             while transfers and transfers[0][0] <= due_s:
                 engine.transfer_done(heappop(transfers)[2])
             plan = engine.schedule(now_s)
@@ -115,13 +116,14 @@ class Instance:
         observer, queue, host, pricer = self.observer, env._queue, self.lanes.host, self.pricer
         older: StepTimes | None = None
         older_ended: list[Sequence] = []
+        add_request = engine.add_request
         now_s: float = env.now
         free_s = now_s
         while True:
             if queue and queue[0][0] <= now_s:
                 yield env.timeout(now_s - env.now)
             if arrivals.next_s <= now_s + TIE_S:
-                arrivals.deliver(now_s + TIE_S, engine.add_request)
+                arrivals.deliver(now_s + TIE_S, add_request)
             if transfers:
                 self._tell_ended(now_s)
             plan = engine.schedule(now_s)

@@ -184,14 +184,19 @@ class DecodeBatch:
         begin = self.step % size
         if steps == 1:
             return growth[begin]
-        cycles = 0
+        cycles, needed = 0, 0
         if steps >= size:
             cycles, steps = divmod(steps, size)
         end = begin + steps
-        if end > size:
+        if end <= size:
+            for i in range(begin, end):
+                needed += growth[i]
+        else:
             # All members but those whose turn comes neither at the end of this cycle nor early in the next.
-            return (cycles + 1) * len(self.members) - sum(growth[end - size : begin])
-        return cycles * len(self.members) + sum(growth[begin:end])
+            cycles += 1
+            for i in range(end - size, begin):
+                needed -= growth[i]
+        return cycles * len(self.members) + needed
 
     @property
     def late(self) -> dict[Sequence, float]:

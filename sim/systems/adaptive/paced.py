@@ -111,7 +111,7 @@ class Paced(Unified):
     def _run_running(self, plan: IterationPlan) -> int:
         """Decodes first, unless prompts go alone; then half-done prompts, oldest first."""
         batch, memory, budget = self.batch, self.paged, self.budget
-        for seq in list(self.partials):
+        for seq in [seq for seq in self.partials if seq.num_tokens - seq.num_computed == 1]:
             self._join_if_decode(seq)
         if batch.members and not self._alone:
             needed = memory.decode_blocks()
@@ -229,8 +229,8 @@ class Paced(Unified):
     def pending(self) -> list[Sequence]:
         """Prompts that are kept, half done or waiting, as far as it looks ahead."""
         found = self.triage.first_kept(LOOK_AHEAD + 1)
-        if self.partials:
-            found = [*self.partials, *found]
+        for place, seq in enumerate(self.partials):
+            found.insert(place, seq)
         if self._looked_at is not None and self._looked_at in found:
             found.remove(self._looked_at)
         return found if len(found) <= LOOK_AHEAD else found[:LOOK_AHEAD]
