@@ -184,8 +184,9 @@ class ExtendFirst(Batching):
         self.eviction.requeue_victims()
         self.tree.ask_for_entered()
         if not self._rows:
-            if self.scheduler.beside and not self.scheduler.in_flight:
-                # Copies begin alone, in no time, and it is asked again: SGLang looks once.
+            if self.scheduler.beside and not self.scheduler.in_flight and not self.scheduler.changed:
+                # Copies begin alone, in no time, and it is asked again: SGLang looks once, or again where one was
+                # given up.
                 self._asked_in_vain = asked
             return
         self.tree.plan_copies(plan)

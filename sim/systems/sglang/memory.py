@@ -85,6 +85,9 @@ class TreeMemory(Memory):
     copies_a_mark: ClassVar[int] = 1
     """How often a mark that is loaded is copied."""
     tree: PrefixTree
+    storage: "HostStorage | None"
+    entered: list[Sequence] | None
+    """Requests that have entered the queue since it was last looked at, where storage wants to know."""
 
     @classmethod
     def build(cls, b: "Builder") -> Memory:
@@ -115,9 +118,7 @@ class TreeMemory(Memory):
                 EvictionRules(*options.eviction_rules(size)),
             )
         )
-        self.storage: HostStorage | None = None
-        self.entered: list[Sequence] | None = None
-        """Requests that have entered the queue since it was last looked at, where memory wants to know."""
+        self.storage = self.entered = None
         self.tier = TierCounters(num_blocks=host_pages)
         self._num_loading = self._marks_loading = 0
         """Pages that the step being planned brings to the GPU, and marks."""
