@@ -30,7 +30,8 @@ demo: $(BIN)/kvtwin
 fast:
 	$(PYTHON) -m venv $(FAST)
 	KVTWIN_MYPYC=1 $(FAST)/bin/python -m pip install --quiet --disable-pip-version-check ".[report]"
-	@$(FAST)/bin/kvtwin --version
+	@$(FAST)/bin/kvtwin --version | grep compiled || \
+		{ echo "Nothing was compiled: KVTWIN_MYPYC=1 pip install -v . says why"; exit 1; }
 
 # More threads than cores make small fits slower; what tests of a file share, one process makes once.
 test: export OMP_NUM_THREADS ?= 1

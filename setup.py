@@ -25,7 +25,7 @@ HOT = {
     **dict.fromkeys((f"sim/parts/{kind}" for kind in ("admission", "batching", "eviction", "order", "stage")), "*"),
     "sim/systems/*": "*",
     "sim/cost": "forms host lanes launches model pricing rebuilding restoring roofline spread_experts table",
-    "sim/clock": "arrivals instance",
+    "sim/clock": "arrivals instance tokeniser",
     "sim/results": "column metrics",
 }
 """Modules by folder."""
