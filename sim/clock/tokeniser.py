@@ -51,7 +51,9 @@ class Tokeniser(Arrivals):
         self._sent_s[request.request_id] = request.arrival_s
         done_s = max(self._free_s[0], request.arrival_s) + self._s_per_token * request.prompt_tokens
         heapreplace(self._free_s, done_s)
-        heappush(self._under_way, (done_s, self._num_begun, request._replace(arrival_s=done_s)))
+        # As `_replace` would, in three fifths of its time.
+        handed = Request._make([request.request_id, done_s, *request[2:]])
+        heappush(self._under_way, (done_s, self._num_begun, handed))
         self._num_begun += 1
 
     def _foresee(self) -> None:
