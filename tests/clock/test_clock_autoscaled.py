@@ -104,7 +104,7 @@ def test_dynamo_by_hand():
     assert rule.desired(0.0, views(6, 6), 0) == 3
     assert rule.desired(0.0, views(6, 5), 0) == 2
     assert rule.desired(0.0, views(6, 6), 1) == 3
-    assert rule.desired(0.0, views(1, 1), 0) == 1
+    assert rule.desired(0.0, views(1, 1), 0) == rule.desired(0.0, views(1.99, 1.99), 0) == 1
     assert rule.desired(0.0, views(2, 1), 0) == 2
     assert rule.desired(0.0, views(0), 0) == 1
     assert rule.desired(0.0, views(9, 9, 9, 9), 0) == 4
