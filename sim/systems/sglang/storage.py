@@ -239,14 +239,14 @@ class HostStorage:
 
     def _num_hit(self, prefetch: Prefetch) -> int:
         """How many of its pages storage has, of which it has the last marks, too."""
-        hit, keys, wanted = self._num_stored(prefetch.stored), prefetch.stored, prefetch.marks
+        hit, keys, wanted = self._num_stored(prefetch.stored, self._store), prefetch.stored, prefetch.marks
         while wanted and hit and not all(key in self._marks for key in keys[max(0, hit - wanted) : hit]):
             hit -= 1
         return hit
 
-    def _num_stored(self, keys: tuple[int, ...]) -> int:
-        """How many of them, from the first on, are in storage."""
-        return next((place for place, key in enumerate(keys) if key not in self._store), len(keys))
+    def _num_stored(self, keys: tuple[int, ...], store: Storage) -> int:
+        """How many of them, from the first on, are in storage: pages or marks."""
+        return next((place for place, key in enumerate(keys) if key not in store), len(keys))
 
     def _retry(self, asker: Asker, stored_end: int | None = None) -> None:
         self._stop_retrying(asker)
@@ -321,7 +321,7 @@ class HostStorage:
                 break
             batch = prefetch.stored[begin : min(begin + BATCH_PAGES, pages)]
             yield self._drive.read_s(len(batch))
-            found = self._num_stored(batch)
+            found = self._num_stored(batch, self._store)
             self._store.read(batch[:found])
             self._read.append((prefetch, begin + found, None))
             if found < len(batch):
@@ -332,7 +332,7 @@ class HostStorage:
                 self._marks_to_release += prefetch.marks_taken - len(keys)
                 prefetch.marks_taken = len(keys)
                 yield self._mark_drive.read_s(len(keys))
-                found = next((place for place, key in enumerate(keys) if key not in self._marks), len(keys))
+                found = self._num_stored(keys, self._marks)
                 self._read.append((prefetch, None, found))
         self._read.append((prefetch, None, None))
 
