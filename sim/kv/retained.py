@@ -147,7 +147,12 @@ class RetentionMemory(Memory):
 
     def blocks_wanted(self, seq: Sequence, num_tokens: int) -> int:
         found = self._find(seq)
-        return self.blocks_holding(num_tokens) - len(found.on_gpu) + found.num_idle
+        return self._blocks_through(found, num_tokens) - len(found.on_gpu) + found.num_idle
+
+    def _blocks_through(self, found: Found, num_tokens: int) -> int:
+        """Those of so many tokens that count as computed, and of the gaps before what is hit: its place is held."""
+        last_hit = max((*found.on_gpu[-1:], *found.to_load[-1:]), default=-1)
+        return max(self.blocks_holding(num_tokens), last_hit + 1)
 
     def take(self, seq: Sequence, num_tokens: int) -> None:
         self.look_up(seq)
@@ -166,7 +171,7 @@ class RetentionMemory(Memory):
             chunk = store.chunks[keys[place]]
             chunk.copies += 1
             self._loading.append(chunk)
-        blocks = seq.num_blocks = self.blocks_holding(num_tokens)
+        blocks = seq.num_blocks = self._blocks_through(found, num_tokens)
         self.gpu.allocate(num_idle)
         self.gpu.allocate(blocks - len(found.on_gpu))
         seq.num_computed = len(places) * size

@@ -12,6 +12,7 @@ from kvtwin.testing.conformance import check_one
 from kvtwin.testing.conformance import run as run_workload
 from kvtwin.testing.engines import Outcome
 from sim.cost.host import Host
+from sim.engine.changes import Place
 from sim.engine.sequence import Sequence
 from sim.kv.index.retained_chunks import ChunkStore
 from sim.options.policies import parse_policy
@@ -65,6 +66,17 @@ def test_the_end_of_a_conversation_is_kept_and_its_beginning_computed_again(jump
     assert back.first_token_s == pytest.approx(2.0 + 0.048 + 1e-5 * (32**2 + 16**2))
     assert back.num_cached_tokens == 32
     assert outcome.scheduler.counters.policy["refilled_tokens"] == 32
+
+
+def test_what_is_hit_behind_a_chunk_has_its_place_from_the_first():
+    """Chunks of a block: the first computes A's first block again, A's third and fourth are hit behind the gap."""
+    policy = parse_policy("vllm-v1:memory=retained", {})[1]
+    machine = linear_machine(prefill=(0.0, 1e-3, 1e-5), decode=(1e-3, 0.0, 0.0))
+    limit = replace(limits(gpu=6, host=0, max_model_len=97), enable_prefix_caching=True, max_num_batched_tokens=16)
+    outcome = simulate(policy, (A, WIDE, BACK), limit, machine=machine)
+    plans = [plan for plan, _, _ in outcome.plans if plan.chunks and plan.chunks[0].seq.request is BACK]
+    assert [(plan.chunks[0].num_new, plan.chunks[0].num_cached) for plan in plans] == [(16, 0), (16, 16), (16, 64)]
+    assert [change.num_blocks for change in plans[0].changes if isinstance(change, Place)] == [4]
 
 
 def test_copies_start_before_blocks_run_out():
