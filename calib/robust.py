@@ -1,7 +1,7 @@
 """Robust relative least squares with standard errors: one routine for every fit here."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +17,8 @@ FIRST_SCALE = 0.05
 CAUCHY = 2.385
 """Standard deviations at which Cauchy's loss turns: 95 % of least squares' efficiency on normal errors."""
 LEAST_SCALE = 1e-4
+CHI_SQUARED = 10.8
+"""One degree of freedom exceeds it by chance once in a thousand times."""
 LEAST_SLOPE = 1e-6
 """Root mean square of d log(prediction) / d variable below which the points say nothing of the variable."""
 
@@ -56,15 +58,28 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Fit:
-    """Estimates by name, and the relative scatter (robust standard deviation of log errors) they leave."""
+    """Estimates by name, and the relative scatter (robust standard deviation of log errors) they leave.
+
+    `errors`: log(predicted / measured), shape (points,), of `fit_relative`.
+    """
 
     estimates: dict[str, Estimate]
     scatter: float
+    errors: Array = field(default_factory=lambda: np.empty(0))
 
     @property
     def values(self) -> dict[str, float]:
         """The fitted values by name."""
         return {name: estimate.value for name, estimate in self.estimates.items()}
+
+    def explains_more_than(self, simpler: "Fit") -> bool:
+        """Whether one constant more explains the same points better than chance does once in a thousand times.
+
+        By the ratio of likelihoods under Cauchy's loss, which is that of normal errors but for outliers.
+        """
+        scale = max(CAUCHY * self.scatter, LEAST_SCALE)
+        before, after = (np.log1p((fit.errors / scale) ** 2).sum() for fit in (simpler, self))
+        return bool(CAUCHY**2 * (before - after) > CHI_SQUARED)
 
 
 # The search may try rates beyond any number, from where it turns back.
@@ -110,7 +125,7 @@ def fit_relative(
         scale = max(CAUCHY * scatter, LEAST_SCALE)
     free = (x - low > 1e-6) & (high - x > 1e-6)
     deviations = _sandwich(_jacobian(residuals, x), errors, scale, free)
-    return Fit(estimates_of(parameters, x, deviations, len(measured) - len(names), values), scatter)
+    return Fit(estimates_of(parameters, x, deviations, len(measured) - len(names), values), scatter, errors)
 
 
 def mape(predicted: Array, measured: Array) -> float:

@@ -17,7 +17,6 @@ from calib.server.constants import (
     OF_FRONT_END,
     PER_TOKEN,
     SPAN,
-    WEIGHTS_RATE,
     chosen_constants,
     constants_of,
     is_told,
@@ -111,7 +110,8 @@ def fit_server(setup: Setup, served: ServedRun, *, name: str, constants: Sequenc
         # Then iterations may tell KV's rate from the weights', which it follows unless they say otherwise.
         others = [kv_rate if constant == ATTENTION_RATE else constant for constant in names]
         again = _fit_told(setup, served, others, fit_with, is_asked=False)
-        if kv_rate not in again[2] and _leaves_the_weights(setup, kv_rate, again[0]):
+        # Not where it costs another constant, or where chance explains as much.
+        if {*again[1]} <= {*untold} and kv_rate not in again[2] and again[0].explains_more_than(fit):
             names, (fit, untold, together) = others, (again[0], [*again[1], ATTENTION_RATE], again[2])
     kept = [constant for constant in names if constant not in untold]
     held_out = _held_out(setup, served, kept, fit_with)
@@ -248,15 +248,6 @@ def _untold_error(served: ServedRun, names: Sequence[str]) -> UserError:
     return UserError(
         f"{served.path}: does not tell {', '.join(names)} ({_load(served)}): {REMEDY}, or name others with --constants"
     )
-
-
-def _leaves_the_weights(setup: Setup, kv_rate: str, fit: Fit) -> bool:
-    """Whether KV's rate is another than in proportion to the weights', beyond both intervals."""
-    if not {WEIGHTS_RATE, kv_rate} <= fit.estimates.keys():
-        return False
-    old, weights, kv = constants_of(setup), fit.estimates[WEIGHTS_RATE], fit.estimates[kv_rate]
-    share = old[kv_rate].value / old[WEIGHTS_RATE].value
-    return kv.high < share * weights.low or kv.low > share * weights.high
 
 
 def _load(served: ServedRun) -> str:

@@ -179,6 +179,15 @@ def test_a_rate_of_kv_that_does_not_follow_the_weights_is_found(tmp_path):
     assert (found.untold, found_again(found.estimates, hidden)) == (["attention_flops_per_s"], {})
 
 
+@pytest.mark.parametrize("seed", [3, 4])
+def test_what_chance_makes_of_a_rate_of_kv_is_not_taken(tmp_path, seed):
+    """Free beside the weights' it left the host's time open, and put the others 20 to 60 % off."""
+    described = setup(SERIAL[1], LOADS["medium"], num_prompts=60)
+    serve(described, tmp_path / "run.json", seed=seed)
+    found = fit_server(described, read_served(tmp_path / "run.json"), name="found")
+    assert (found.untold, found_again(found.estimates, HIDDEN)) == (["attention_flops_per_s"], {})
+
+
 def test_of_a_server_in_fp8_its_own_rates_are_found(tmp_path):
     fp8 = {"model": "llama-3.1-8b", "gpu": "h100", "quantization": "fp8", "kv_cache_dtype": "fp8"}
     described = setup(SERIAL[1], 8.0, workload="uniform", input_len=2000, output_len=100, **fp8)
