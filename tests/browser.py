@@ -26,7 +26,7 @@ class Page:
         number = self._num_calls
         await self._socket.send_json({"id": number, "method": method, "params": parameters})
         while number not in self._answers:
-            self._take(json.loads((await asyncio.wait_for(self._socket.receive(), 60)).data))
+            self._take(json.loads((await asyncio.wait_for(self._socket.receive(), 300)).data))
         answer = self._answers.pop(number)
         assert "error" not in answer, answer
         return answer["result"]
@@ -59,7 +59,7 @@ class Page:
         )
         await self.scheme(scheme)
         await self.call("Page.navigate", url=Path(path).resolve().as_uri())
-        for _ in range(300):
+        for _ in range(3000):
             if await self.evaluate("document.documentElement?.dataset.ready === '1'"):
                 return
             await asyncio.sleep(0.1)

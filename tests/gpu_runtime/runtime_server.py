@@ -35,7 +35,7 @@ class Gate:
         device.launch = self.launch
 
     def launch(self, plan):
-        self.open.wait(20)
+        self.open.wait(300)
         time.sleep(self.pause_s)
         if self.fault is not None:
             raise self.fault
@@ -71,7 +71,7 @@ class Service:
         """Drain; no blocks may be held."""
         self.gate.open.set()
         self.server.drain()
-        await asyncio.wait_for(self.thread.finished.wait(), 20)
+        await asyncio.wait_for(self.thread.finished.wait(), 300)
         await self.server.close()
 
     def check_empty(self):
@@ -109,7 +109,7 @@ class Service:
         assert events[-1] == b"[DONE]"
         return [json.loads(event) for event in events[:-1]]
 
-    async def until(self, holds, seconds=10.0):
+    async def until(self, holds, seconds=300.0):
         """Wait until something holds."""
         async with asyncio.timeout(seconds):
             while not holds():

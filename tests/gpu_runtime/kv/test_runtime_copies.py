@@ -45,7 +45,7 @@ class Gate:
         self.target, self.error, self.open = target, error, threading.Event()
 
     def __setitem__(self, rows, values):
-        assert self.open.wait(10)
+        assert self.open.wait(300)
         if self.error:
             raise self.error
         self.target[rows] = values

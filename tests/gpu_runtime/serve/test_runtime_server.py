@@ -2,7 +2,6 @@
 
 import asyncio
 import random
-import time
 
 import pytest
 from runtime_server import serving, token_ids
@@ -90,9 +89,9 @@ def test_clients_that_leave_at_any_time_leave_no_block_behind(variant):
         dice = random.Random(variant)
         async with serving(variant, sizes=SMALL_POOL) as service:
             service.gate.pause_s = 0.003
-            clients = [(dice.choice([None, 1, 2, 5]), dice.choice([0.02, 0.1, 20])) for _ in ROWS[1:] + ROWS[1:]]
+            clients = [(dice.choice([None, 1, 2, 5]), dice.choice([0.02, 0.1, 300])) for _ in ROWS[1:] + ROWS[1:]]
             # Whatever the dice say, one stays to the end and one does not.
-            clients += [(None, 20), (1, 20)]
+            clients += [(None, 300), (1, 300)]
             rows = [*ROWS[1:], *ROWS[1:], ROWS[5], ROWS[5]]
             await asyncio.gather(*(client(service, row, dice, *how) for row, how in zip(rows, clients, strict=True)))
         ended = service.thread.metrics.ended
@@ -293,7 +292,7 @@ def test_metrics_count_what_happened():
     async def run():
         async with serving(sizes={"gpu": 50, "host": 7}) as service:
             await asyncio.gather(*(service.post(body_of(row)) for row in ROWS[:5]))
-            time.sleep(0.06)
+            await service.until(lambda: service.thread.state[:4] == (0, 0, 0, 50))
             _, page = await service.get("/metrics")
         lines = dict(line.rsplit(" ", 1) for line in page.splitlines() if not line.startswith("#"))
         outputs = sum(row.output_tokens for row in ROWS[:5])

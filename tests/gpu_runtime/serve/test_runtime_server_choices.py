@@ -165,7 +165,7 @@ async def silent(service, data=b""):
 async def closed(reader):
     """Whether the other side closes, soon, without a word."""
     try:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(300):
             return await reader.read() == b""
     except ConnectionError:
         return True

@@ -66,7 +66,7 @@ def post(url, body, key=None):
     headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
     request = urllib.request.Request(url + "/v1/completions", json.dumps(body).encode(), headers)
     try:
-        with urllib.request.urlopen(request, timeout=30) as response:
+        with urllib.request.urlopen(request, timeout=300) as response:
             return response.status, response.read().decode()
     except urllib.error.HTTPError as error:
         with error:
@@ -86,7 +86,7 @@ def open_stream(url, tokens):
     """A stream whose first token has come, and that."""
     body = {"prompt": [5] * 20, "max_tokens": tokens, "stream": True}
     request = urllib.request.Request(url + "/v1/completions", json.dumps(body).encode())
-    with urllib.request.urlopen(request, timeout=30) as response:
+    with urllib.request.urlopen(request, timeout=300) as response:
         yield response, response.readline()
 
 
@@ -101,7 +101,7 @@ def test_a_signal_under_load_loses_no_accepted_request(arguments):
             late = post(url, {"prompt": [1], "max_tokens": 1})
             text = first.decode() + stream.read().decode()
         found = [answer.result() for answer in answers]
-        output, errors = process.communicate(timeout=30)
+        output, errors = process.communicate(timeout=300)
     assert process.returncode == 0, errors
     # Refused while it drains, or the port is closed.
     assert late[0] in (503, 0)
@@ -137,7 +137,7 @@ def test_a_second_interrupt_ends_at_once_and_keeps_what_is_finished(arguments):
             assert status == 503
             process.send_signal(signal.SIGINT)
             assert '"error"' in stream.read().decode()
-        _, errors = process.communicate(timeout=30)
+        _, errors = process.communicate(timeout=300)
     assert process.returncode == 130
     assert "interrupted; what finished is in" in errors
     result = json.loads((Path(arguments[-1]) / "result.json").read_text())
@@ -163,7 +163,7 @@ class Client(threading.Thread):
         more.get("file", sys.stdout).write(text + "\n")
 
     def run(self):
-        assert self._said.wait(30)
+        assert self._said.wait(300)
         self.answer = self.act(self.url)
 
 
@@ -186,7 +186,7 @@ def test_a_crash_of_the_engine_ends_the_process_in_one_line(arguments, monkeypat
     client = Client(monkeypatch, lambda url: post(url, {"prompt": [1], "max_tokens": 5}))
     client.start()
     assert main([*arguments]) == 1
-    client.join(10)
+    client.join(300)
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     status, text = client.answer
@@ -217,7 +217,7 @@ def test_the_key_may_come_from_the_environment_and_is_written_nowhere(arguments)
     ):
         assert [post(url, body, key)[0] for key in (None, "wrong", "s3cret-key")] == [401, 401, 200]
         process.terminate()
-        said = process.communicate(timeout=30)
+        said = process.communicate(timeout=300)
     assert process.returncode == 0
     written = [path.read_text() for path in Path(arguments[-1]).glob("*.json")]
     assert written
