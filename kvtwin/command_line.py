@@ -162,12 +162,13 @@ COMMANDS = {
 """The module of each, whose function `add_NAME` fills the command's parser, and what it does."""
 
 
-def build_parser() -> Parser:
-    """All commands; each is imported, and adds its flags, when it is asked for."""
+def build_parser(word: object = None) -> Parser:
+    """All commands, or the one that is `word`; each is imported, and adds its flags, when it is asked for."""
     parser = Parser(prog="kvtwin", description="Which KV-cache policy for this model, GPU and traffic?")
     parser.add_argument("--version", action="version", version=f"kvtwin {VERSION}{' (compiled)' * is_compiled()}")
     commands: Any = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=Parser)
-    for name, (module, about) in COMMANDS.items():
+    for name in [word] if isinstance(word, str) and word in COMMANDS else COMMANDS:
+        module, about = COMMANDS[name]
         commands.add_parser(name, help=about).later(partial(_fill, name=name, module=module))
     return parser
 
@@ -182,7 +183,8 @@ def run_command(argv: Sequence[str] | None = None) -> int:
     atexit.register(gc.freeze)
     # No linear algebra here is worth a thread, and starting them costs every run; numpy asks when it is imported.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-    parser, words = build_parser(), sys.argv[1:] if argv is None else argv
+    words = sys.argv[1:] if argv is None else argv
+    parser = build_parser(next(iter(words), None))
     for word in words:
         if not isinstance(word, str) or "\0" in word:
             parser.error(f"{word!r} is no word of a command line")

@@ -2,7 +2,6 @@
 
 import math
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 from traces.errors import TraceError
@@ -20,12 +19,13 @@ def shown(value: object, limit: int = 60) -> str:
     return text if len(text) <= limit else text[: limit - 4] + "..." + text[-1]
 
 
-@dataclass(frozen=True, slots=True)
 class Where:
     """A line of a file: the place that the messages of its fields name."""
 
-    path: Path
-    line: int
+    __slots__ = ("line", "path")
+
+    def __init__(self, path: Path, line: int) -> None:
+        self.path, self.line = path, line
 
     def error(self, field: str, value: object, problem: str, remedy: str) -> TraceError:
         """Return the one-line error for `field` holding `value`."""

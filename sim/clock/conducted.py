@@ -1,7 +1,6 @@
 """`conductor_of`: Mooncake's conductor over the engines of a run, and the store that their memories report to."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from math import inf
 from typing import TYPE_CHECKING
@@ -14,6 +13,7 @@ from sim.engine.changes import Direction
 from sim.engine.limits import Limits
 from sim.engine.plan import IterationPlan, Origin
 from sim.engine.sequence import Sequence as Seq
+from sim.frozen import frozen
 from sim.systems.mooncake.preset import ConductorOptions
 from sim.systems.mooncake.stored import StoredMemory
 from sim.topology.conductor import Conductor, Estimates, Rules
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from sim.topology.routers import EngineView
 
 
-@dataclass(frozen=True)
+@frozen
 class Prices:
     """What the conductor estimates with: the constants that the clock runs on.
 

@@ -1,10 +1,11 @@
 """What an engine is given before it starts: its limits, and the machine it may predict with (`Deployment`)."""
 
 from collections import defaultdict
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 import msgspec
+
+from sim.frozen import frozen
 
 if TYPE_CHECKING:
     from sim.cost.model import CostModel
@@ -58,7 +59,7 @@ class StateLimits(msgspec.Struct, frozen=True):
     chunk_tokens: int = 64
 
 
-@dataclass(frozen=True)
+@frozen
 class Limits:
     """The engine's limits, by vLLM's names. Blocks are whole (`block_size` tokens, all layers), per GPU."""
 

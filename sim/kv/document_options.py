@@ -1,11 +1,10 @@
 """Options of `memory=documents` (CacheBlend's, Prompt Cache's), and of any mix with it."""
 
-from dataclasses import dataclass
-
+from sim.frozen import frozen
 from sim.parts.options import CheckedOptions, option
 
 
-@dataclass(frozen=True)
+@frozen
 class DocumentOptions(CheckedOptions):
     """What is computed again of what is hit."""
 

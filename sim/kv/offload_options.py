@@ -1,9 +1,9 @@
 """Options of vLLM's OffloadingConnector: `--kv-offloading-size`, and the keys of its `kv_connector_extra_config`."""
 
-from dataclasses import dataclass
 from math import inf
 from typing import Literal
 
+from sim.frozen import frozen
 from sim.kv.tiers.drive import Drive
 from sim.parts.options import GIB, MOST_GIB, CheckedOptions, Only, option, vllm_option
 
@@ -14,7 +14,7 @@ PAGE_BYTES = 4096
 """A chunk on the host is rounded up to whole pages."""
 
 
-@dataclass(frozen=True)
+@frozen
 class OffloadOptions(CheckedOptions):
     """What is offloaded to the host; nothing unless a size is given."""
 

@@ -1,16 +1,16 @@
 """Options of `memory=mapped` (vAttention's, vTensor's), and of any mix with it."""
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from sim.errors import UserError
+from sim.frozen import frozen
 from sim.parts.options import CheckedOptions, option
 
 if TYPE_CHECKING:
     from sim.specs.model_spec import ModelSpec
 
 
-@dataclass(frozen=True)
+@frozen
 class PageOptions(CheckedOptions):
     """Pages of the GPU's driver."""
 

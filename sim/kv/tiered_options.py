@@ -1,14 +1,14 @@
 """Options of `memory=tiered` (CachedAttention's), of `memory=retained` (Pensieve's), and of any mix with them."""
 
-from dataclasses import dataclass
 from typing import Literal
 
+from sim.frozen import frozen
 from sim.parts.options import GIB, MOST_GIB, CheckedOptions, Only, option
 
 ON_DISK = Only("disk_space")
 
 
-@dataclass(frozen=True)
+@frozen
 class TieredOptions(CheckedOptions):
     """The disk below the host, and what looks ahead in the queue."""
 
@@ -40,7 +40,7 @@ class TieredOptions(CheckedOptions):
         return int(self.disk_space * GIB / block_bytes)
 
 
-@dataclass(frozen=True)
+@frozen
 class RetentionOptions(CheckedOptions):
     """When chunks are copied to the host."""
 

@@ -4,12 +4,13 @@ Flags are spelled as vLLM spells them where vLLM has one. `sim.options.policies`
 """
 
 from collections.abc import Mapping
-from dataclasses import Field, dataclass, field, fields, replace
+from dataclasses import Field, field, fields, replace
 from functools import partial
 from math import inf
 from typing import Any, Literal, TypeVar
 
 from sim.errors import UserError
+from sim.frozen import frozen
 from sim.options.values import convert, flag, option_fields
 from traces.workloads import ABOUT, OPTIONS, WORKLOADS, option_help, takers
 
@@ -61,8 +62,7 @@ def _of_workload(name: str, metavar: str, unit: str | None = None) -> Any:  # no
     return _flag(None, option_help(name), metavar, unit=unit, sparse=True)
 
 
-# Written out for every field, comparison and text would cost each start more than any run asks of them.
-@dataclass(frozen=True, eq=False, repr=False)
+@frozen
 class Scenario:
     """Traffic, deployment, engine limits and what to measure. Units are in the names or in the help texts."""
 
@@ -302,7 +302,7 @@ ALIASES = {alias: f.name for f in fields(Scenario) if (alias := f.metadata["alia
 """Other names of options, and their own."""
 
 
-@dataclass(frozen=True)
+@frozen
 class Outputs:
     """What a run prints and writes beside its result; flags and scenario keys like those of `Scenario`."""
 

@@ -1,7 +1,7 @@
 """From a scenario to a `Setup` for one policy: names looked up, pools sized, limits checked against each other."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import TYPE_CHECKING, Any
 
 from msgspec import structs
@@ -13,6 +13,7 @@ from sim.cost.model import CostModel
 from sim.cost.profile import Profile, product_name
 from sim.engine.limits import Limits, Role
 from sim.errors import UserError
+from sim.frozen import frozen
 from sim.kv.offload_options import OffloadOptions
 from sim.options.scenario import Scenario
 from sim.options.values import flag
@@ -30,7 +31,6 @@ from sim.specs.models import ModelSpec, load_model
 from sim.specs.stages import partitioned
 from sim.systems.base import Asked, Policy
 from sim.systems.builder import STORED
-from sim.topology import DEFAULT_ROUTER, parse_weights
 
 if TYPE_CHECKING:
     from sim.specs.sparse_attention import SparseAttention
@@ -51,7 +51,7 @@ HOPPER = 9.0
 DTYPE_BYTES = {"half": 2.0, "float16": 2.0, "bfloat16": 2.0, "float32": 4.0}
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@frozen
 class Setup:
     """What a scenario resolves to for one policy."""
 
@@ -128,7 +128,10 @@ def prepare(scenario: Scenario, label: str, policy: Policy) -> Setup:
 def _routed(setup: Setup) -> Setup:
     """Itself; UserError where prompts would be sent after prefixes that no engine keeps, or two would route them."""
     router, policy = setup.scenario.router, setup.policy
-    parse_weights(router or DEFAULT_ROUTER, setup.scenario.router_weights)
+    if router is not None or setup.scenario.router_weights:
+        from sim.topology import DEFAULT_ROUTER, parse_weights  # noqa: PLC0415 - one engine has no router
+
+        parse_weights(router or DEFAULT_ROUTER, setup.scenario.router_weights)
     if router is not None and policy.names["memory"] == STORED:
         raise UserError(f"--router {router}: {setup.label} has a conductor that routes; leave it out")
     if router is not None and setup.decode is not None and policy.options(MixedPoolOptions).mixed_pool:

@@ -1,7 +1,7 @@
 """A server's run beside its simulation: the same requests, and what each took there and here."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from operator import itemgetter
 from pathlib import Path
 
@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from sim.cost.engine_profile import OF_POLICY
 from sim.errors import UserError
+from sim.frozen import frozen
 from sim.options.scenario import SHAPING, Scenario
 from sim.options.values import flag
 from sim.results.metrics import RequestLog
@@ -21,7 +22,7 @@ from traces.served import ServedRun, read_served
 Array = NDArray[np.float64]
 
 
-@dataclass(frozen=True)
+@frozen
 class Times:
     """TTFT, TPOT (NaN of one token) and end-to-end latency of each request, s, shape (requests,)."""
 

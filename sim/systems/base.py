@@ -12,15 +12,16 @@ budget is the batching's.
 """
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, ClassVar, Self, TypeVar
+from dataclasses import field, replace
+from typing import TYPE_CHECKING, ClassVar, Protocol, Self, TypeVar, runtime_checkable
 
 import msgspec
 
 from sim.cost.engine_profile import TODAYS, TODAYS_SERIAL
 from sim.engine.limits import Deployment, Limits
-from sim.engine.predictor import LengthPredictor, NoPredictor, PredictsLengths
+from sim.engine.predictor import LengthPredictor, NoPredictor
 from sim.errors import UserError
+from sim.frozen import frozen
 from sim.kv.page_options import PageOptions
 from sim.parts.batching.async_scheduling import AsyncScheduling
 from sim.parts.batching.unified_options import VllmV1Options
@@ -93,7 +94,16 @@ class EngineLimits(msgspec.Struct, frozen=True):
         return self
 
 
-@dataclass(frozen=True)
+@runtime_checkable
+class PredictsLengths(Protocol):
+    """Options that say what an engine is to know of output lengths."""
+
+    def length_predictor(self, seed: int) -> LengthPredictor:
+        """Itself; draws depend on `seed` and the request alone."""
+        ...
+
+
+@frozen
 class Policy(ABC):
     """A named preset of parts; subclasses say which paper they follow and what they assume."""
 

@@ -1,11 +1,11 @@
 """What building a part is given, and how the parts of a system are built and found to go together."""
 
-from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from sim.engine.limits import Deployment, Limits
 from sim.errors import UserError
+from sim.frozen import frozen
 from sim.kv.offload_options import OffloadOptions
 from sim.parts.catalogue import KINDS, STAGES, known_part
 from sim.parts.needs import check_needs
@@ -22,7 +22,7 @@ STORED = "stored"
 Options = TypeVar("Options")
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@frozen
 class Builder:
     """What the parts of one system, for one engine, are built from."""
 

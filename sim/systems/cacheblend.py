@@ -11,15 +11,15 @@ a disk. Loads that would be slower than computing all of a prompt are not made. 
 not priced. Nothing is said of answers: how good they are hangs on the share.
 """
 
-from dataclasses import dataclass
 from typing import ClassVar
 
+from sim.frozen import frozen
 from sim.kv.document_options import DocumentOptions
 from sim.systems.base import VLLM055, Policy
 from sim.systems.vllm055 import vllm055_limits
 
 
-@dataclass(frozen=True)
+@frozen
 class CacheBlend(DocumentOptions, Policy):
     """Passages hit wherever they stand."""
 

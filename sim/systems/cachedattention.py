@@ -19,16 +19,16 @@ slower than computing again are not made, by price. The drive is the paper's 10 
 drive to drive, are options.
 """
 
-from dataclasses import dataclass
 from typing import ClassVar
 
+from sim.frozen import frozen
 from sim.kv.tiered_options import TieredOptions
 from sim.parts.options import with_default
 from sim.systems.base import VLLM055, Policy
 from sim.systems.vllm055 import vllm055_limits
 
 
-@dataclass(frozen=True)
+@frozen
 class CachedAttention(TieredOptions, Policy):
     """Sessions whose KV waits on the host or a disk for the next turn."""
 

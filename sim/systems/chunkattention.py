@@ -16,14 +16,14 @@ Assumed:
 - Generated tokens are not shared. A chunk can be shared from the step after the one that computes it.
 """
 
-from dataclasses import dataclass
 from typing import ClassVar
 
+from sim.frozen import frozen
 from sim.systems.base import VLLM055, Policy
 from sim.systems.vllm055 import vllm055_limits
 
 
-@dataclass(frozen=True)
+@frozen
 class ChunkAttention(Policy):
     """Shared chunks are kept once and read once a step."""
 

@@ -18,15 +18,15 @@ of blocks swaps its last sequences to the host, as DistServe does. Copies do not
 modelled: the placement search.
 """
 
-from dataclasses import dataclass
 from typing import ClassVar
 
+from sim.frozen import frozen
 from sim.parts.options import with_default
 from sim.parts.stage.hand_over_options import HandOverOptions
 from sim.systems.base import VLLM055, Policy, whole_prompt_limits
 
 
-@dataclass(frozen=True)
+@frozen
 class DistServe(HandOverOptions, Policy):
     """Prefill and decode on engines of their own."""
 

@@ -6,13 +6,13 @@ Assumed, in its favour: a request returns as soon as it has its own tokens, and 
 computation. Batches form from what waits, without a timer.
 """
 
-from dataclasses import dataclass
 from typing import ClassVar
 
+from sim.frozen import frozen
 from sim.systems.base import VLLM055, Policy, whole_prompt_limits
 
 
-@dataclass(frozen=True)
+@frozen
 class FasterTransformer(Policy):
     """Request-level scheduling on reserved memory."""
 

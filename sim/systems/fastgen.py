@@ -8,13 +8,13 @@ Assumed: blocks for the whole prompt at admission and vLLM's watermark, as for S
 preempts the tail, which is computed again.
 """
 
-from dataclasses import dataclass
 from typing import ClassVar
 
+from sim.frozen import frozen
 from sim.systems.base import VLLM055, Policy, chunked_limits
 
 
-@dataclass(frozen=True)
+@frozen
 class FastGen(Policy):
     """Forward passes of one size."""
 

@@ -8,13 +8,13 @@ Assumed: the token budget bounds an iteration's prompts, not its decodes. This i
 `--max-model-len` says what is reserved.
 """
 
-from dataclasses import dataclass
 from typing import ClassVar
 
+from sim.frozen import frozen
 from sim.systems.base import VLLM055, Policy, whole_prompt_limits
 
 
-@dataclass(frozen=True)
+@frozen
 class Orca(Policy):
     """Iteration-level scheduling on reserved memory."""
 

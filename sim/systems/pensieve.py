@@ -16,14 +16,14 @@ runs out of blocks is computed again, with what is left of its chunks. Loads tha
 are not made.
 """
 
-from dataclasses import dataclass
 from typing import ClassVar
 
+from sim.frozen import frozen
 from sim.kv.tiered_options import RetentionOptions
 from sim.systems.base import VLLM055, Policy, whole_prompt_limits
 
 
-@dataclass(frozen=True)
+@frozen
 class Pensieve(RetentionOptions, Policy):
     """Conversations in chunks, kept by what they would cost again."""
 

@@ -8,15 +8,15 @@ Assumed: as for `cacheblend`. Modules are kept on the host (the paper's slower v
 is not simulated. Blocks that the trace names are the modules; the paper has a markup for them.
 """
 
-from dataclasses import dataclass
 from typing import ClassVar
 
+from sim.frozen import frozen
 from sim.kv.document_options import DocumentOptions
 from sim.parts.options import with_default
 from sim.systems.cacheblend import CacheBlend
 
 
-@dataclass(frozen=True)
+@frozen
 class PromptCache(CacheBlend):
     """Modules hit wherever they stand, and nothing of them computed again."""
 

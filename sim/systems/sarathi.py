@@ -6,13 +6,13 @@ public code without rolling prefills, its default. Blocks for the whole prompt a
 what finds no block preempts the tail, which is computed again.
 """
 
-from dataclasses import dataclass
 from typing import ClassVar
 
+from sim.frozen import frozen
 from sim.systems.base import VLLM055, Policy, chunked_limits
 
 
-@dataclass(frozen=True)
+@frozen
 class Sarathi(Policy):
     """Chunked prefills that no decode waits for."""
 

@@ -18,15 +18,15 @@ down, and a mixed machine computes prompts before it decodes. Memory taken count
 splitwise-sim knows. Not modelled: whole transfers of short prompts.
 """
 
-from dataclasses import dataclass
 from typing import ClassVar
 
+from sim.frozen import frozen
 from sim.parts.options import with_default
 from sim.parts.stage.hand_over_options import HandOverOptions, MixedPoolOptions
 from sim.systems.distserve import DistServe
 
 
-@dataclass(frozen=True)
+@frozen
 class Splitwise(MixedPoolOptions, DistServe):
     """Prompts and tokens on machines of their own, KV sent layer by layer."""
 

@@ -10,14 +10,14 @@ than it needs leaves the rest unmapped. Kernels are those of the profile, whatev
 in them is not priced.
 """
 
-from dataclasses import dataclass
 from typing import ClassVar
 
+from sim.frozen import frozen
 from sim.kv.page_options import PageOptions
 from sim.systems.base import VLLM055, Policy, chunked_limits
 
 
-@dataclass(frozen=True)
+@frozen
 class VAttention(PageOptions, Policy):
     """Sarathi's batches over pages of the driver."""
 

@@ -7,10 +7,10 @@ Where vLLM never ends we do: a prompt that can never continue is ignored, a swap
 out for ever is given up, lack of swap space becomes a recomputation.
 """
 
-from dataclasses import dataclass
 from typing import ClassVar
 
 from sim.errors import UserError
+from sim.frozen import frozen
 from sim.parts.catalogue import BATCHINGS
 from sim.systems.base import VLLM055, Asked, EngineLimits, Policy, default_budget
 
@@ -43,7 +43,7 @@ def vllm055_limits(self: Policy, asked: Asked) -> EngineLimits:
     return EngineLimits(asked.max_num_seqs or self.default_max_num_seqs, tokens, chunked, tuple(warnings)).checked()
 
 
-@dataclass(frozen=True)
+@frozen
 class VllmRecompute(Policy):
     """vLLM 0.5.5 as it comes: whole-request blocks, preemption frees them and computes the sequence again."""
 
@@ -54,7 +54,7 @@ class VllmRecompute(Policy):
     engine_limits = vllm055_limits
 
 
-@dataclass(frozen=True)
+@frozen
 class VllmSwap(VllmRecompute):
     """vLLM 0.5.5 with `--preemption-mode swap`: preempted blocks go to host memory, copied before the step computes."""
 

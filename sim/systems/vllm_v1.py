@@ -10,10 +10,10 @@ Async scheduling is on by default wherever host time can be hidden, but not wher
 is drawn.
 """
 
-from dataclasses import dataclass
 from typing import ClassVar
 
 from sim.errors import UserError
+from sim.frozen import frozen
 from sim.kv.offload_options import OffloadOptions
 from sim.parts.batching.unified_options import VllmV1Options
 from sim.parts.options import GIB
@@ -21,7 +21,7 @@ from sim.parts.stage.speculative_options import SpeculativeOptions
 from sim.systems.base import VLLM055, Asked, EngineLimits, Policy
 
 
-@dataclass(frozen=True)
+@frozen
 class VllmV1(SpeculativeOptions, OffloadOptions, VllmV1Options, Policy):
     """The vLLM that people run today."""
 

@@ -1,11 +1,10 @@
 """`AsyncScheduling`: the option of all whose batches vLLM v1 makes."""
 
-from dataclasses import dataclass
-
+from sim.frozen import frozen
 from sim.parts.options import CheckedOptions, vllm_option
 
 
-@dataclass(frozen=True)
+@frozen
 class AsyncScheduling(CheckedOptions):
     """Of `SchedulerConfig` in vLLM 0.33: whether steps are scheduled ahead."""
 

@@ -1,15 +1,15 @@
 """Options of adapters (LoRA), by vLLM's own names."""
 
-from dataclasses import dataclass
 from math import inf
 
 from sim.errors import UserError
+from sim.frozen import frozen
 from sim.parts.options import CheckedOptions, Only, vllm_option
 
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 
-@dataclass(frozen=True)
+@frozen
 class LoraOptions(CheckedOptions):
     """`LoRAConfig` of vLLM 0.33, as far as it decides."""
 

@@ -1,16 +1,16 @@
 """Options of vLLM v1's scheduler, by vLLM's own names."""
 
-from dataclasses import dataclass
 from math import inf
 from typing import Literal
 
 from sim.errors import UserError
+from sim.frozen import frozen
 from sim.parts.batching.async_scheduling import AsyncScheduling
 from sim.parts.batching.lora_options import LoraOptions
 from sim.parts.options import Only, option, vllm_option
 
 
-@dataclass(frozen=True)
+@frozen
 class VllmV1Options(LoraOptions, AsyncScheduling):
     """`SchedulerConfig` of vLLM 0.33, as far as it decides."""
 

@@ -1,11 +1,10 @@
 """Options of `order=shortest-prefill`."""
 
-from dataclasses import dataclass
-
+from sim.frozen import frozen
 from sim.parts.options import CheckedOptions, option
 
 
-@dataclass(frozen=True)
+@frozen
 class ShortestPrefillOptions(CheckedOptions):
     """What a wait weighs."""
 

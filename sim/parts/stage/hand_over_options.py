@@ -1,12 +1,12 @@
 """Options of the stage `hand-over`: DistServe's, and of any mix that hands over."""
 
-from dataclasses import dataclass
 from math import inf
 
+from sim.frozen import frozen
 from sim.parts.options import CheckedOptions, Only, option
 
 
-@dataclass(frozen=True)
+@frozen
 class HandOverOptions(CheckedOptions):
     """When a decode engine pulls, and how KV travels."""
 
@@ -23,7 +23,7 @@ class HandOverOptions(CheckedOptions):
     blocking_pull: bool = option(False, "a decode engine computes nothing while it pulls")
 
 
-@dataclass(frozen=True)
+@frozen
 class MixedPoolOptions(CheckedOptions):
     """Whether engines of either pool take on the other's work (Splitwise)."""
 

@@ -1,12 +1,12 @@
 """Options of the stage `nixl`."""
 
-from dataclasses import dataclass
 from math import inf
 
+from sim.frozen import frozen
 from sim.parts.options import CheckedOptions, option
 
 
-@dataclass(frozen=True)
+@frozen
 class NixlOptions(CheckedOptions):
     """Which prompts are prefilled where they decode."""
 

@@ -1,9 +1,9 @@
 """Options of speculative decoding: vLLM's `--spec-*` and the keys of its `--speculative-config`."""
 
-from dataclasses import dataclass
 from typing import Literal
 
 from sim.errors import UserError
+from sim.frozen import frozen
 from sim.parts.options import CheckedOptions, Only, option, vllm_option
 
 MOST_DRAFTED = 64
@@ -11,7 +11,7 @@ MOST_READ = 1 << 24
 DRAFTS = Only("spec_method")
 
 
-@dataclass(frozen=True)
+@frozen
 class SpeculativeOptions(CheckedOptions):
     """What drafts tokens, how many, and which of them are accepted. Nothing is drafted unless a method is given."""
 

@@ -1,10 +1,10 @@
 """Options of the stages at which sequences wait for tools."""
 
-from dataclasses import dataclass
 from math import inf
 from typing import Literal
 
 from sim.errors import UserError
+from sim.frozen import frozen
 from sim.parts.options import Only, option
 
 Kept = Literal["preserve", "discard", "swap"]
@@ -13,7 +13,7 @@ TTL_S = "seconds for which KV stays on the GPU after a call, and is then discard
 KEEPS_PLACE = "a request whose KV was discarded comes before those that wait, not behind them, when the tool answers"
 
 
-@dataclass(frozen=True)
+@frozen
 class ToolCallOptions:
     """What becomes of KV while a tool works, and of the place in the queue of a request that lost it."""
 

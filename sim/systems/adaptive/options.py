@@ -1,9 +1,9 @@
 """Options of `adaptive`'s parts, wherever they are mixed in."""
 
-from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from sim.engine.predictor import ACCURACY, LengthPredictor, build_predictor
+from sim.frozen import frozen
 from sim.parts.batching.async_scheduling import AsyncScheduling
 from sim.parts.options import Only, option
 
@@ -11,7 +11,7 @@ TTFT_MS, TPOT_MS = 3000.0, 200.0
 """What is to be met where neither its own options nor goodput say so."""
 
 
-@dataclass(frozen=True)
+@frozen
 class AdaptiveOptions(AsyncScheduling):
     """What is to be met, and what is known of output lengths."""
 

@@ -18,15 +18,15 @@ Assumed: the output lengths that a predictor of that accuracy gives (none ships 
 KV as large as LayerKV's. Blocks that several share are never moved: their owners are computed again.
 """
 
-from dataclasses import dataclass
 from typing import ClassVar
 
+from sim.frozen import frozen
 from sim.systems.adaptive.options import AdaptiveOptions
 from sim.systems.base import Asked, EngineLimits, Policy
 from sim.systems.vllm_v1 import VllmV1
 
 
-@dataclass(frozen=True)
+@frozen
 class Adaptive(AdaptiveOptions, Policy):
     """Triage on vLLM v1's batches."""
 

@@ -15,14 +15,14 @@ Assumed:
 - A request that arrives after the plan is made is planned when all of it has started.
 """
 
-from dataclasses import dataclass
 from typing import ClassVar
 
+from sim.frozen import frozen
 from sim.parts.batching.async_scheduling import AsyncScheduling
 from sim.systems.base import Policy, chunked_limits
 
 
-@dataclass(frozen=True)
+@frozen
 class BatchLLM(AsyncScheduling, Policy):
     """Offline: prefixes planned over the whole batch."""
 

@@ -19,11 +19,11 @@ What the paper leaves open, and what is done here:
 - Sequences lose the rest of their last block and of that at which their uncached tokens end.
 """
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from sim.engine.limits import Deployment
 from sim.errors import UserError
+from sim.frozen import frozen
 from sim.parts.options import CheckedOptions, Only, option
 from sim.systems.base import VLLM055, Policy, whole_prompt_limits
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from sim.systems.ellm.equations import StepCosts
 
 
-@dataclass(frozen=True)
+@frozen
 class TokenWiseOptions(CheckedOptions):
     """What the choice of batch size and uncached ratio, the blocks and the kernels can be told."""
 
@@ -102,7 +102,7 @@ class TokenWiseOptions(CheckedOptions):
         )
 
 
-@dataclass(frozen=True)
+@frozen
 class Ellm(TokenWiseOptions, Policy):
     """The defaults are the paper's system with the corrected equations."""
 

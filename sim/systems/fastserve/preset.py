@@ -26,14 +26,14 @@ Not modelled:
   only leaving ahead of need is beside the computation.
 """
 
-from dataclasses import dataclass
 from typing import ClassVar
 
+from sim.frozen import frozen
 from sim.parts.options import CheckedOptions, option
 from sim.systems.base import Policy, whole_prompt_limits
 
 
-@dataclass(frozen=True)
+@frozen
 class MlfqOptions(CheckedOptions):
     """What the skip-join queue and the proactive swapping can be told."""
 
@@ -47,7 +47,7 @@ class MlfqOptions(CheckedOptions):
     )
 
 
-@dataclass(frozen=True)
+@frozen
 class FastServe(MlfqOptions, Policy):
     """Short jobs first without knowing which they are."""
 

@@ -15,10 +15,10 @@ memory (`--swap-space`), no SSD; each GPU of a group reads whole hidden states. 
 (grouped queries) layers are copied or computed again, by price.
 """
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from sim.engine.limits import Deployment, Limits
+from sim.frozen import frozen
 from sim.parts.options import option
 from sim.systems.base import VLLM055, Policy
 from sim.systems.vllm055 import vllm055_limits
@@ -31,7 +31,7 @@ SPLIT_TOKENS = 1024
 """Tokens for which the split of layers is the best."""
 
 
-@dataclass(frozen=True)
+@frozen
 class StatesOptions:
     """Whose states are kept."""
 
@@ -52,7 +52,7 @@ def split_of(deployment: Deployment, limits: Limits) -> "tuple[LayerSplit, float
     return split, state_share(split, limits.block_size, kept), state
 
 
-@dataclass(frozen=True)
+@frozen
 class HCache(StatesOptions, Policy):
     """States on the host, layers restored in mixed ways."""
 

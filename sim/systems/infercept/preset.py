@@ -8,15 +8,15 @@ Assumed: a swap goes whole, not block by block within each iteration's share; it
 next iteration. A sequence that comes back and finds no blocks waits for them while others run.
 """
 
-from dataclasses import dataclass
 from typing import ClassVar, Literal
 
+from sim.frozen import frozen
 from sim.parts.options import Only, option
 from sim.parts.stage.tool_call_options import KEEPS_PLACE, TTL_S
 from sim.systems.base import VLLM055, Policy, chunked_limits
 
 
-@dataclass(frozen=True)
+@frozen
 class InferCeptOptions:
     """What becomes of KV while a tool works."""
 
@@ -32,7 +32,7 @@ class InferCeptOptions:
     keeps_place: bool = option(True, KEEPS_PLACE)
 
 
-@dataclass(frozen=True)
+@frozen
 class InferCept(InferCeptOptions, Policy):
     """Least waste while tools work."""
 

@@ -9,22 +9,22 @@ Assumed: continuous batching (the paper generates in batches of fixed size); cop
 before while it computes; host memory (`--swap-space`) holds KV and inputs; the decode's scratch is not counted.
 """
 
-from dataclasses import dataclass
 from typing import ClassVar
 
+from sim.frozen import frozen
 from sim.parts.options import option
 from sim.systems.base import VLLM055, Policy
 from sim.systems.vllm055 import vllm055_limits
 
 
-@dataclass(frozen=True)
+@frozen
 class PartialRecomputeOptions:
     """What decoding from the host can be told."""
 
     partial_recompute: bool = option(True, "make part of the KV from saved inputs; otherwise all of it is copied")
 
 
-@dataclass(frozen=True)
+@frozen
 class Kvpr(PartialRecomputeOptions, Policy):
     """Decoding from the host, a part of the KV made anew."""
 

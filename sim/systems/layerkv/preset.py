@@ -19,17 +19,17 @@ What the paper leaves open, and what is done here:
   recomputed when the host is full, as vLLM would.
 """
 
-from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from sim.engine.predictor import ACCURACY, LengthPredictor, build_predictor
+from sim.frozen import frozen
 from sim.parts.admission.watermark import WATERMARK
 from sim.parts.options import CheckedOptions, Only, option
 from sim.systems.base import Policy
 from sim.systems.vllm055 import vllm055_limits
 
 
-@dataclass(frozen=True)
+@frozen
 class LayerKVOptions(CheckedOptions):
     """What slack admission, layer-blocks, forecast and the stages between prefill and decode can be told."""
 
@@ -71,7 +71,7 @@ class LayerKVOptions(CheckedOptions):
         return self.predictor == "oracle"
 
 
-@dataclass(frozen=True)
+@frozen
 class LayerKV(LayerKVOptions, Policy):
     """The defaults are the paper's system with the corrected equations."""
 

@@ -15,15 +15,15 @@ Assumed: prompts are batched whole as vLLM 0.5.5 does; KV is sent when a prompt 
 modelled: the pool's host memory, and prefixes sent from one prefill engine to another where its cost model says so.
 """
 
-from dataclasses import dataclass
 from typing import ClassVar, Literal
 
+from sim.frozen import frozen
 from sim.parts.options import option, with_default
 from sim.parts.stage.hand_over_options import HandOverOptions
 from sim.systems.distserve import DistServe
 
 
-@dataclass(frozen=True)
+@frozen
 class MemPoolOptions:
     """Which engines cache."""
 
@@ -32,7 +32,7 @@ class MemPoolOptions:
     )
 
 
-@dataclass(frozen=True)
+@frozen
 class MemServe(MemPoolOptions, DistServe):
     """Disaggregated pools with caches on both sides."""
 

@@ -15,10 +15,10 @@ their last sequences again. Not modelled: chunked pipeline parallelism, SSDs, an
 arrival (it is the least loaded when the prefill ends).
 """
 
-from dataclasses import dataclass
 from math import inf
 from typing import ClassVar, Literal
 
+from sim.frozen import frozen
 from sim.parts.options import CheckedOptions, Only, option, with_default
 from sim.parts.stage.hand_over_options import HandOverOptions
 from sim.systems.distserve import DistServe
@@ -26,7 +26,7 @@ from sim.systems.distserve import DistServe
 REJECTS = Only("rejection", "early", "predicted")
 
 
-@dataclass(frozen=True)
+@frozen
 class ConductorOptions(CheckedOptions):
     """Which requests the conductor turns away, and when it moves a prefix."""
 
@@ -53,7 +53,7 @@ class ConductorOptions(CheckedOptions):
     )
 
 
-@dataclass(frozen=True)
+@frozen
 class Mooncake(ConductorOptions, DistServe):
     """Disaggregated pools around a global store of KV."""
 

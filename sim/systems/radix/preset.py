@@ -17,14 +17,14 @@ Assumed:
 - The pool is sized as vLLM's, with 1,024 seats; the code has 2,048 or more.
 """
 
-from dataclasses import dataclass
 from typing import ClassVar, Literal
 
+from sim.frozen import frozen
 from sim.parts.options import CheckedOptions, Only, option
 from sim.systems.base import Policy, chunked_limits
 
 
-@dataclass(frozen=True)
+@frozen
 class RadixOptions(CheckedOptions):
     """The order of the queue, and how cautiously prompts are admitted."""
 
@@ -45,7 +45,7 @@ class RadixOptions(CheckedOptions):
     )
 
 
-@dataclass(frozen=True)
+@frozen
 class Radix(RadixOptions, Policy):
     """One radix tree for what runs and what has ended, and a queue that knows it."""
 

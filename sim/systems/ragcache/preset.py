@@ -12,16 +12,16 @@ Loads go layer by layer, unless computing again is sooner. Retrieval takes no ti
 paper's speculative pipelining to hide.
 """
 
-from dataclasses import dataclass
 from typing import ClassVar, Literal
 
+from sim.frozen import frozen
 from sim.kv.tiered_options import TieredOptions
 from sim.parts.options import CheckedOptions, option, with_default
 from sim.systems.base import VLLM055, Policy
 from sim.systems.vllm055 import vllm055_limits
 
 
-@dataclass(frozen=True)
+@frozen
 class ReuseOptions(CheckedOptions):
     """How long requests that hit little wait."""
 
@@ -30,7 +30,7 @@ class ReuseOptions(CheckedOptions):
     )
 
 
-@dataclass(frozen=True)
+@frozen
 class RagCache(ReuseOptions, TieredOptions, Policy):
     """A tree of passages on GPU and host, kept by what they save."""
 

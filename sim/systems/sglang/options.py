@@ -1,11 +1,11 @@
 """Options of SGLang's server, by SGLang's own names (`sglang.launch_server`, 0.5.23)."""
 
 import json
-from dataclasses import dataclass
 from typing import Literal
 
 from sim.engine.limits import Limits
 from sim.errors import UserError
+from sim.frozen import frozen
 from sim.kv.tiers.drive import Drive
 from sim.parts.options import MOST_GIB, CheckedOptions, Only, option
 
@@ -28,7 +28,7 @@ SLIDE_TOKENS = 128
 """Tokens beyond the window from which a decode gives their pages back (`SGLANG_SWA_EVICTION_INTERVAL`)."""
 
 
-@dataclass(frozen=True)
+@frozen
 class SglangOptions(CheckedOptions):
     """What is batched, in what order, what is cached and where; defaults are SGLang's."""
 

@@ -24,11 +24,11 @@ Assumed:
 - Several victims of one preemption return to the queue in the order in which they ran; SGLang has them in a set.
 """
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from sim.cost.engine_profile import TODAYS_SERIAL
 from sim.errors import UserError
+from sim.frozen import frozen
 from sim.specs.expert_layout import HIGH_THROUGHPUT, LOW_LATENCY
 from sim.specs.memory import StatePool
 from sim.systems.base import Asked, EngineLimits, Policy, WindowPool
@@ -44,7 +44,7 @@ SEATS = 2048
 """Requests that run, where nothing is said: SGLang's least; large pools have up to twice as many."""
 
 
-@dataclass(frozen=True)
+@frozen
 class Sglang(SglangOptions, Policy):
     """Prompts before decodes, a sticky refusal, and a radix tree of all that was computed."""
 
