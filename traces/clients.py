@@ -22,7 +22,6 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -55,9 +54,10 @@ class Sent(NamedTuple):
     gaps_s: tuple[float, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
 class Nth(Where):
     """A request of a file: the place that the messages of its fields name."""
+
+    __slots__ = ()
 
     def error(self, field: str, value: object, problem: str, remedy: str) -> TraceError:
         return TraceError(f"{self.path}, request {self.line}: {field} {shown(value)} {problem}; {remedy}")
