@@ -1,6 +1,8 @@
 """`Request`: what a trace says of one call to the server, the noun every other folder starts from."""
 
-from typing import NamedTuple
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple, cast
 
 from traces.slos import SLOs
 
@@ -58,4 +60,9 @@ class Request(NamedTuple):
     @property
     def most_tokens(self) -> int:
         """Context length at its end: prompt, answers of tools, output."""
-        return self.prompt_tokens + self.output_tokens + sum(call.returned_tokens for call in self.calls)
+        tokens = self.prompt_tokens + self.output_tokens
+        return tokens + sum(call.returned_tokens for call in self.calls) if self.calls else tokens
+
+
+as_request = cast(Callable[[tuple[object, ...]], Request], partial(tuple.__new__, Request))
+"""`Request(*row)` in a third of its time: a named tuple's own constructor is a Python function, the tuple's is not."""

@@ -8,12 +8,11 @@ the wrong case still ends in one line that names file, line, field, value and re
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from itertools import compress, islice, repeat
 from math import inf, isfinite
 from operator import le
 from pathlib import Path
-from typing import Literal, NamedTuple, cast
+from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -21,7 +20,7 @@ from traces.errors import TraceError
 from traces.fields import MOST_SECONDS, MOST_TOKENS, TIME_UNITS, Where, seconds_divisor
 from traces.files import text_blocks
 from traces.rates import check_count
-from traces.request import Image, Request, ToolCall
+from traces.request import Image, Request, ToolCall, as_request
 from traces.slos import SLOs
 
 ZeroTokens = Literal["error", "drop", "one"]
@@ -70,9 +69,6 @@ class Columns(NamedTuple):
     loras: Sequence[str] = ()
 
 
-# `Request(*row)` with a third of its cost: a named tuple's own constructor is a Python function, the tuple's is not.
-_request = cast(Callable[[tuple[object, ...]], Request], partial(tuple.__new__, Request))
-
 _MISSING = tuple(Request._field_defaults.values())  # in the order of the optional columns
 
 
@@ -81,7 +77,7 @@ def requests_of(columns: Columns, first_id: int) -> Iterator[Request]:
     ids = range(first_id, first_id + len(columns.times))
     times, prompts, outputs, *optional = columns
     more = (column or repeat(missing) for column, missing in zip(optional, _MISSING, strict=True))
-    return map(_request, zip(ids, times, prompts, outputs, *more, strict=False))
+    return map(as_request, zip(ids, times, prompts, outputs, *more, strict=False))
 
 
 class Row(NamedTuple):

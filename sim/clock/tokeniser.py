@@ -3,9 +3,10 @@
 from collections.abc import Callable
 from heapq import heappop, heappush, heapreplace
 from math import inf
+from typing import Any
 
 from sim.clock.arrivals import Arrivals
-from traces.request import Request
+from traces.request import Request, as_request
 
 
 class Tokeniser(Arrivals):
@@ -51,8 +52,9 @@ class Tokeniser(Arrivals):
         self._sent_s[request.request_id] = request.arrival_s
         done_s = max(self._free_s[0], request.arrival_s) + self._s_per_token * request.prompt_tokens
         heapreplace(self._free_s, done_s)
-        # As `_replace` would, in three fifths of its time.
-        handed = Request._make([request.request_id, done_s, *request[2:]])
+        # As `_replace` would, in a fifth of its time: compiled code would unpack a named tuple, and a starred one.
+        row: tuple[Any, ...] = request
+        handed = as_request((row[0], done_s) + row[2:])  # noqa: RUF005
         heappush(self._under_way, (done_s, self._num_begun, handed))
         self._num_begun += 1
 
