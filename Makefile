@@ -78,6 +78,8 @@ check: $(VENV)/dev $(VENV)/docs
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
+	@# What mypyc would not compile, before a build.
+	$(BIN)/python -m mypy --config-file=pyproject.toml $$($(BIN)/python -c "import setup; print(*setup.hot_modules())")
 
 bench: $(VENV)/dev
 	$(BIN)/python benchmarks/replay_speed.py
