@@ -272,7 +272,7 @@ OTHER_WORDS |= {"load_balance_method": "total_tokens", "moe_a2a_backend": "deepe
 OTHER_WORDS |= {"max_tokens_per_image": "1280", "encoder_tokens_per_s": "5000"}
 OTHER_WORDS["mamba_radix_cache_strategy"] = "extra_buffer"
 ALONE = {"async_scheduling", "predictor_accuracy", "ignore_eos", "disable_radix_cache", "enable_hierarchical_cache"}
-ALONE |= {"prefill_decode_interval", "prefill_decode_interval_min_bs"}
+ALONE |= {"prefill_decode_interval", "prefill_decode_interval_min_bs", "scheduler_recv_interval"}
 ALONE |= {"synthetic_acceptance_rates", "spec_kv_budget", "hicache_storage_backend", "radix_eviction_policy_config"}
 """Options that go with some others only, and are tested by themselves."""
 

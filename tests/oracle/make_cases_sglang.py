@@ -21,7 +21,7 @@ SEEDS = (
     2007, 2012, 2036, 2038, 2041, 2043, 2056, 2058, 2084, 2097, 2098, 10001, 10009, 10031, 10044, 10109,
 )  # fmt: skip
 DEFERRING_SEEDS = 101, 111, 118, 119, 121
-FLAGGED_SEEDS = 103, 115, 122, 124, 125, 126, 129, 130
+FLAGGED_SEEDS = 204, 208, 213, 215, 226, 232
 COPYING = HERE / "cases_sglang_copying"
 COPYING_SEEDS = 102, 106, 109, 110, 115, 119, 125, 131, 139
 WINDOWED = HERE / "cases_sglang_windowed"
@@ -344,9 +344,8 @@ def flagged(kind: type[Workload]) -> type[Workload]:
         def arguments(self) -> list[str]:
             found, dice = super().arguments(), random.Random(f"flags {self.dice.random()}")
             extra = json.loads(found[-1])
-            if "--priority" not in found and dice.random() < 0.6:
-                cached = [] if "--no-radix" in found else ["shortest-prefill-first"] * 2
-                found[found.index("--policy") + 1] = dice.choice(["hrrn", "hrrn", *cached])
+            if not {"--priority", "--no-radix"} & {*found} and dice.random() < 0.6:
+                found[found.index("--policy") + 1] = dice.choice(["hrrn", "shortest-prefill-first"])
             if dice.random() < 0.4:
                 extra["max_queued_requests"] = dice.choice([1, 3, 8, 20])
             if dice.random() < 0.3:
@@ -359,6 +358,8 @@ def flagged(kind: type[Workload]) -> type[Workload]:
                     rules if policy == "tlru" else {"protected_threshold": dice.choice([1, 3])}
                 )
                 found[found.index("--eviction") + 1] = policy
+            if dice.random() < 0.4:
+                extra["scheduler_recv_interval"] = dice.choice([2, 5, 30, 1001, 2500])
             return [*found[:-1], json.dumps(extra)]
 
     return Flagged

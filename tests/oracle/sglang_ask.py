@@ -25,6 +25,7 @@ STATEFUL = (
     "sglang.srt.arg_groups.mamba_hook",
     "sglang.srt.model_executor.model_runner_components.attention_backend_setup",
 )
+RECEIVES = "types.SimpleNamespace(recv_requests=recv)"
 LEAK = "assert left == sch.max_total_num_tokens"
 """Where ORACLE checks its one pool at the end."""
 
@@ -88,10 +89,27 @@ def whole(scheduler) -> bool:
     return free == (pools.size_full, pools.size_swa)
 
 
+def skipping(names: dict[str, typing.Any]) -> typing.Any:
+    """ORACLE's receiver behind SGLang's own rule of when it looks: idle, it takes no time until it does."""
+    scheduler, receive = names["sch"], names["recv"]
+
+    def looked(local_reqs: list | None = None) -> list:
+        skipper, last = scheduler.recv_skipper, scheduler.last_batch
+        while skipper is not None and not skipper.handle(last):
+            if not names["idle_now"]:
+                return list(local_reqs or [])
+        return receive(local_reqs)
+
+    return types.SimpleNamespace(recv_requests=looked)
+
+
 def run(oracle: str, settings: dict[str, float]) -> None:
     """ORACLE with the arguments in `sys.argv`; with `settings` copies take time."""
     source = Path(oracle).read_text(encoding="utf-8")
     names: dict[str, typing.Any] = {"__name__": "__main__", "__file__": oracle, "_whole": whole}
+    assert RECEIVES in source, f"{oracle} has another receiver"
+    names["_skipping"] = lambda: skipping(names)
+    source = source.replace(RECEIVES, "_skipping()")
     if any('"model_path"' in argument for argument in sys.argv):
         assert LEAK in source, f"{oracle} has another check"
         source = source.replace(LEAK, "assert _whole(sch)")

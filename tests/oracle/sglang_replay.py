@@ -32,7 +32,7 @@ OPTIONS = {
 EXTRA = (
     "prefill_max_requests", "prefill_decode_interval", "prefill_decode_interval_min_bs", "disable_priority_preemption",
     "retraction_policy", "swa_full_tokens_ratio", "max_mamba_cache_size", "mamba_radix_cache_strategy",
-    "mamba_track_interval", "max_queued_requests", "min_free_slots_delay",
+    "mamba_track_interval", "max_queued_requests", "min_free_slots_delay", "scheduler_recv_interval",
 )  # fmt: skip
 TOTALS = ("iterations", "preemptions", "hit_tokens", "rehit_tokens", "evicted_tokens", "loaded_tokens")
 

@@ -35,6 +35,8 @@ RANK_CONSERVATIVENESS = 0.3
 RETRACT_STEPS = 20
 """Decode steps for which a retraction makes room."""
 SPARE_PROMPT_TOKENS = 5
+PREFILL_WEIGHT = 1000
+"""Steps that one which prefilled counts for until the scheduler next looks at what has arrived."""
 PROMPT_TOO_LONG = "prompt longer than SGLang takes: at most max_model_len or the pool, less 7 tokens"
 NO_ROOM_ALONE = "no room for it, though nothing else runs; SGLang waits for ever"
 OUT_OF_MEMORY = "out of memory even after retracting all other requests"
@@ -86,6 +88,8 @@ class ExtendFirst(Batching):
         """What a decode counts for in the queue's `computed_tokens`: SGLang's is that of the prompts it began with."""
         self._decodes_first = 0
         """Steps for which no prompt is looked at."""
+        self._unread_steps = 0
+        """Steps since it last looked at what has arrived."""
         self._last: list[Sequence] | None = None
         """Those of the last step, where it prefilled and they are not among `running`."""
         self._rows: list[Sequence] = []
@@ -161,6 +165,11 @@ class ExtendFirst(Batching):
         asked = now_s, len(self.queue)
         if asked == self._asked_in_vain:
             return
+        interval = self.settings.scheduler_recv_interval
+        self._unread_steps += PREFILL_WEIGHT if self._last else 1
+        if self._unread_steps >= interval:
+            self._unread_steps = 0
+            self.queue.read()
         self.tree.begin_step(now_s)
         self._merge()
         while (defers := self._defers_prompts()) or not self._prefill(plan, now_s):
@@ -168,6 +177,10 @@ class ExtendFirst(Batching):
                 self._decode(plan)
             elif self.scheduler.in_flight:
                 pass
+            elif self.queue.read():
+                # Idle, it takes no time until it looks.
+                self._unread_steps = 0
+                continue
             elif (defers or self.tree.tree.writes_wait) and (self.queue.waiting or self.chunked is not None):
                 # It looks again at once.
                 self.tree.begin_step(now_s)
@@ -198,11 +211,13 @@ class ExtendFirst(Batching):
         waits = bool(self.queue.waiting)
         looks = self._asks_every_step or not self.is_full
         # Storage is asked for a prompt in the pass after it arrived.
-        plan.cut_on_arrival = looks or self.tree.entered is not None
+        plan.cut_on_arrival = looks or self.tree.entered is not None or interval > 1
         # What the last step prefilled enters the tree when that has ended.
         settles = plan.chunks or self.scheduler.last_in_flight or any(self._to_settle) or self.chunked is not None
         if not settles and not self.queue.ages and not (waits and (looks or self.tree.counts_passes)):
             self.scheduler.allow_jump(plan)
+            if self.queue.unread:
+                plan.max_steps = min(plan.max_steps, interval - self._unread_steps)
 
     def _defers_prompts(self) -> bool:
         """Whether decodes come first in this step: so many have to, after one that prefilled."""
@@ -286,7 +301,7 @@ class ExtendFirst(Batching):
                 self.chunked = None
         most = self.settings.prefill_max_requests
         place = 0
-        while place < len(queue):
+        while place < len(queue.waiting):
             if now.verdict() is Verdict.STOP:
                 break
             seq = queue.at(place)
@@ -507,6 +522,7 @@ class ExtendFirst(Batching):
     def committed(self, plan: IterationPlan, times: StepTimes) -> None:
         if times.iterations > 1:
             self._before = times.end_s - times.last_s, {}
+        self._unread_steps = (self._unread_steps + times.iterations - 1) % self.settings.scheduler_recv_interval
         self._decodes_first = max(0, self._decodes_first - times.iterations + 1)
         for _ in range(times.iterations - 1):
             if self.ratio > self._least_ratio:

@@ -24,6 +24,8 @@ RULES: dict[str, dict[str, int]] = {
     "tlru": {"threshold": 0, "next_prompt_estimate": 0},
 }
 """What policies of eviction take from `radix_eviction_policy_config`, and what it is by default."""
+AGREED = {"prefill_decode_interval": 0, "scheduler_recv_interval": 1}
+"""What ranks that share experts count together, and what it is by default."""
 SLIDE_TOKENS = 128
 """Tokens beyond the window from which a decode gives their pages back (`SGLANG_SWA_EVICTION_INTERVAL`)."""
 
@@ -65,6 +67,11 @@ class SglangOptions(CheckedOptions):
     )
     min_free_slots_delay: int = option(
         0, "seats that must be free before prompts start where others run", within=(0, MOST_TOKENS)
+    )
+    scheduler_recv_interval: int = option(
+        1,
+        "steps from one look at what has arrived to the next; a step that prefills counts for 1,000",
+        within=(1, MOST_TOKENS),
     )
     max_total_tokens: int = option(
         0, "tokens of the GPU's pool; 0: as many as there is memory for", within=(0, MOST_TOKENS)
@@ -258,11 +265,12 @@ class SglangOptions(CheckedOptions):
                 "sglang enable-priority-scheduling: goes with schedule-policy fcfs or lof, not "
                 f"{self.schedule_policy}, as in SGLang"
             )
-        if self.prefill_decode_interval and self.enable_dp_attention:
-            raise UserError(
-                "sglang prefill-decode-interval: ranks of enable-dp-attention agree on it in SGLang; that is not "
-                "simulated; leave one of them out"
-            )
+        for name, default in AGREED.items():
+            if self.enable_dp_attention and getattr(self, name) != default:
+                raise UserError(
+                    f"sglang {name.replace('_', '-')}: ranks of enable-dp-attention agree on it in SGLang; that is "
+                    "not simulated; leave one of them out"
+                )
         if self.retraction_policy == "priority" and not self.enable_priority_scheduling:
             raise UserError("sglang retraction-policy: priority goes with enable-priority-scheduling, as in SGLang")
         if self.ignore_eos and self.max_new_tokens:

@@ -64,6 +64,9 @@ class SglangQueue(Order):
         self.max_new_tokens: Callable[[Sequence], int] = lambda seq: seq.request.output_tokens
         """What a request asks for; the batching says how."""
         self._queue: list[Sequence] = []
+        self._interval = options.scheduler_recv_interval
+        self.unread: list[Sequence] = []
+        """What has arrived since the scheduler last looked; empty where it looks in every step."""
         self.waiting = self._queue
         self._num_entered = self._num_looks = 0
         self._entered: dict[Sequence, int] = {}
@@ -83,6 +86,19 @@ class SglangQueue(Order):
             self._policy, self.ages = "fcfs", False
 
     def add(self, seq: Sequence) -> None:
+        if self._interval > 1:
+            self.unread.append(seq)
+        else:
+            self._enter(seq)
+
+    def read(self) -> bool:
+        """Whether anything had arrived; it waits in the queue now."""
+        unread, self.unread = self.unread, []
+        for seq in unread:
+            self._enter(seq)
+        return bool(unread)
+
+    def _enter(self, seq: Sequence) -> None:
         if self._most and len(self._queue) >= self._most and self._refuse_one(seq) is seq:
             return
         self._queue.append(seq)
@@ -106,7 +122,7 @@ class SglangQueue(Order):
 
     def put_back(self, seqs: list[Sequence]) -> None:
         for seq in seqs:
-            self.add(seq)
+            self._enter(seq)
 
     def urgency(self, seq: Sequence) -> int:
         """The less, the more urgent."""
@@ -192,20 +208,21 @@ class SglangQueue(Order):
         return self._queue.pop(place)
 
     def remove(self, seq: Sequence) -> bool:
-        if seq not in self._queue:
-            return False
-        self._queue.remove(seq)
-        return True
+        for among in (self._queue, self.unread):
+            if seq in among:
+                among.remove(seq)
+                return True
+        return False
 
     def left(self, seq: Sequence) -> None:
         self._entered.pop(seq, None)
         self._computed_before.pop(seq, None)
 
     def __len__(self) -> int:
-        return len(self._queue)
+        return len(self._queue) + len(self.unread)
 
     def __iter__(self) -> Iterator[Sequence]:
-        return iter(self._queue)
+        return iter([*self._queue, *self.unread])
 
 
 def _first_blocks(seq: Sequence) -> tuple[int, ...]:

@@ -261,14 +261,15 @@ class HostStorage:
         """Those that asked in vain, when it is their turn; never the head of the queue, which waits for nothing."""
         self._num_passes += 1
         queue = self._memory.scheduler.order
-        if not self._num_retrying or not len(queue):
+        if not self._num_retrying or not len(queue.waiting):
             return
         interval = self._options.hicache_storage_prefetch_retry_poll_interval
         head = queue.head()
         ready: list[Sequence] = []
         for seq in queue:
-            asker = self._askers[seq]
-            if not asker.retries:
+            asker = self._askers.get(seq)
+            # Some have arrived and not been looked at.
+            if asker is None or not asker.retries:
                 continue
             if seq is head or asker.attempts >= self._most_attempts or interval <= 0:
                 self._stop_retrying(asker)
