@@ -275,12 +275,6 @@ class Scenario:
         return self.prefill_replicas + (self.decode_replicas or 0)
 
     @property
-    def num_servers(self) -> int:
-        """What takes requests in, with a tokeniser each: every rank has a server (vLLM's `--api-server-count`), and
-        every engine of the pool that prefills."""
-        return self.prefill_replicas or self.num_engines
-
-    @property
     def flag_of_engines(self) -> str:
         """The flag that asks for several schedulers, where the run has them."""
         if self.autoscale is not None:

@@ -93,6 +93,13 @@ class Setup:
         """As `EngineProfile.front_end`; nothing where prices have no engine, s and s/token."""
         return self.engine_profile.front_end() if self.engine_profile else (0.0, 0.0)
 
+    @property
+    def num_tokenisers(self) -> int:
+        """A server has one, and so has each rank of vLLM's (`--api-server-count`); engines that decode need none."""
+        scenario = self.scenario
+        ranks = (scenario.data_parallel_size or 1) if self.policy.ranks_share_tokeniser else 1
+        return scenario.prefill_replicas or scenario.num_engines // ranks
+
     def priced(self, profile: Profile, engine: EngineProfile | None) -> "Setup":
         """The same with other constants."""
         scenario = replace(self.scenario, tp=self.tp)

@@ -39,7 +39,7 @@ def build_run(
     engines = build_engines(setup, table, keep)
     log = engines[0].log
     log.front_end_s = setup.front_end[0]
-    arrivals = arrivals_of(scenario, requests, *setup.front_end, log.sent_s)
+    arrivals = arrivals_of(scenario, requests, *setup.front_end, log.sent_s, setup.num_tokenisers)
     if scenario.autoscale is not None:
         from sim.clock.assembly import build_autoscaled  # noqa: PLC0415 - most runs have one engine
 

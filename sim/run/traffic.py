@@ -176,11 +176,13 @@ def arrivals_of(
     front_end_s: float = 0.0,
     front_end_s_per_token: float = 0.0,
     sent_s: dict[int, float] | None = None,
+    num_tokenisers: int = 1,
 ) -> Arrivals:
     """The requests as they reach the engine.
 
     They are sent as they arrive, or in the scenario's closed loop, whose clients hear of an end `front_end_s` later.
-    A tokeniser takes `front_end_s_per_token` for a token of a prompt; `sent_s` gets when each was sent, by id.
+    Each of `num_tokenisers` takes `front_end_s_per_token` for a token of a prompt; `sent_s` gets when each request was
+    sent, by id.
     """
     if scenario.max_concurrency is None and not scenario.closed_sessions:
         sent = Arrivals(requests)
@@ -189,4 +191,4 @@ def arrivals_of(
 
         by_session = scenario.closed_sessions
         sent = ClosedLoop(requests, scenario.max_concurrency, by_session=by_session, front_end_s=front_end_s)
-    return Tokeniser(sent, front_end_s_per_token, scenario.num_servers, sent_s) if front_end_s_per_token else sent
+    return Tokeniser(sent, front_end_s_per_token, num_tokenisers, sent_s) if front_end_s_per_token else sent

@@ -133,13 +133,12 @@ def _servers(options: Mapping[str, Any]) -> list[str]:
     if "prefill_replicas" in options:
         return _pools(options)
     count, tp = options.get("replicas") or 1, options.get("tp", 1)
-    gpus = _gpus(options, tp)
-    if is_sglang(options):
-        return [shlex.join(_sglang(options, tp, count))]
-    words = _vllm(options, tp)
+    gpus, sglang = _gpus(options, tp), is_sglang(options)
+    words = (_sglang if sglang else _vllm)(options, tp)
     if count == 1:
         return [shlex.join(words)]
-    if load_model(options["model"]).moe is None and options.get("router") != "prefix-affinity":
+    dense = load_model(options["model"]).moe is None and not options.get("data_parallel_size")
+    if dense and not sglang and options.get("router") != "prefix-affinity":
         # vLLM's own balancer takes the engine with the fewest requests.
         return [shlex.join([*words, "--data-parallel-size", str(count)])]
     lines = [
@@ -148,7 +147,8 @@ def _servers(options: Mapping[str, Any]) -> list[str]:
     ]
     policy = "cache_aware" if options.get("router") == "prefix-affinity" else "power_of_two"
     urls = [f"http://localhost:{PORT + 1 + place}" for place in range(count)]
-    return [*lines, shlex.join(["vllm-router", "--policy", policy, "--port", str(PORT), "--worker-urls", *urls])]
+    router = ["python", "-m", "sglang_router.launch_router"] if sglang else ["vllm-router"]
+    return [*lines, shlex.join([*router, "--policy", policy, "--port", str(PORT), "--worker-urls", *urls])]
 
 
 def _pools(options: Mapping[str, Any]) -> list[str]:
@@ -183,7 +183,7 @@ def _vllm(options: Mapping[str, Any], tp: int) -> list[str]:
     return words
 
 
-def _sglang(options: Mapping[str, Any], tp: int, count: int) -> list[str]:
+def _sglang(options: Mapping[str, Any], tp: int) -> list[str]:
     words = ["python", "-m", "sglang.launch_server", "--model-path", served_model(options["model"])]
     told = _asked(options)[0]
     if "--enable-dp-attention" in told:
@@ -191,7 +191,7 @@ def _sglang(options: Mapping[str, Any], tp: int, count: int) -> list[str]:
         tp *= options.get("data_parallel_size") or 1
     if "--ep-size" in told:
         told["--ep-size"] = tp
-    words += ["--tp", str(tp)] * (tp > 1) + ["--dp", str(count)] * (count > 1)
+    words += ["--tp", str(tp)] * (tp > 1)
     if told.get("--kv-cache-dtype") == "fp8":
         told["--kv-cache-dtype"] = "fp8_e4m3"
     return words + _words(told)
@@ -233,7 +233,7 @@ def _deployments(options: Mapping[str, Any]) -> str:
     name = served_model(options["model"]).split("/")[-1].lower().replace(".", "-").replace("_", "-")
     if "prefill_replicas" not in options:
         tp, count = options.get("tp", 1), options.get("replicas") or 1
-        words = _sglang(options, tp, 1) if is_sglang(options) else _vllm(options, tp)
+        words = (_sglang if is_sglang(options) else _vllm)(options, tp)
         return _workload(name, count, _gpus(options, tp), words, sglang=is_sglang(options))
     parts = [
         "# Prefill and decode pools. Before both services stands a proxy that sends each prompt to a prefill engine,\n"

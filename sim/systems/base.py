@@ -116,6 +116,8 @@ class Policy(ABC):
     default_max_num_seqs: ClassVar[int] = 256
     default_block_size: ClassVar[int] = 16
     default_prefix_caching: ClassVar[bool] = False
+    ranks_share_tokeniser: ClassVar[bool] = False
+    """Data-parallel ranks have one process that tokenises, not one each."""
     num_null_blocks: ClassVar[int] = 0
     """Blocks of the pool that are never allocated."""
 

@@ -63,6 +63,9 @@ def test_decode_batches_are_padded_to_the_next_captured_size():
     assert [new(n) for n in (257, 272, 273, 512, 513)] == [272, 272, 288, 512, 513]
 
 
+PER_TOKEN = "front_end_s_per_token"
+
+
 def edited(tmp_path, edit):
     data = json.loads((SHIPPED / "vllm-v1.json").read_text())
     edit(data)
@@ -327,6 +330,28 @@ def test_prompts_wait_for_one_tokeniser(tmp_path, closed):
     for name in ("ttfts", "queue_times", "latencies"):
         waited = [a - b for a, b in zip(getattr(delayed, name), getattr(plain, name), strict=True)]
         assert waited == pytest.approx([2.0, 2.5, 3.375, 1.0])
+
+
+@pytest.mark.parametrize(
+    ("policy", "changes", "waited_s"),
+    [
+        ("vllm-v1", {"data_parallel_size": 2}, [2.0, 2.0]),
+        ("sglang", {"data_parallel_size": 2}, [2.0, 4.0]),
+        ("sglang", {"replicas": 2}, [2.0, 2.0]),
+    ],
+)
+def test_ranks_of_sglang_share_a_tokeniser(tmp_path, policy, changes, waited_s):
+    """Two prompts of 50 tokens at 40 ms each, one for either engine."""
+    path = tmp_path / "trace.csv"
+    path.write_text("arrival_s,prompt_tokens,output_tokens\n0,50,4\n0,50,4\n")
+
+    def ttfts(s_per_token):
+        constant = {"value": s_per_token, "unit": "s/token", "status": "assumed", "source": "made up"}
+        profile = edited(tmp_path, lambda d: d.update(host="hidden", constants=d["constants"] | {PER_TOKEN: constant}))
+        shape = {"workload": None, "num_prompts": None, "request_rate": None, "trace": str(path), **changes}
+        return assemble(finished(policy, options=replace(CROWDED, engine_profile=profile, **shape))).ttfts
+
+    assert [a - b for a, b in zip(ttfts(0.04), ttfts(0.0), strict=True)] == pytest.approx(waited_s)
 
 
 def test_each_server_tokenises_one_prompt_at_a_time():

@@ -308,11 +308,20 @@ def test_the_commands_that_serve_say_what_the_deployment_does():
         "vllm serve Qwen/Qwen3-32B --tensor-parallel-size 2 --max-num-seqs 64 --kv-cache-dtype fp8 "
         "--no-enable-prefix-caching --kv-offloading-size 128"
     ]
-    radix = serve_commands({**BASE, "policy": "radix", "replicas": 2, "max_num_batched_tokens": 4096})
-    assert radix == [
-        "python -m sglang.launch_server --model-path Qwen/Qwen3-32B --tp 2 --dp 2 --chunked-prefill-size 4096 "
+    # Replicas are servers of their own: SGLang's ranks would share one's tokeniser.
+    told = {"policy": "radix", "replicas": 2, "data_parallel_size": 3, "max_num_batched_tokens": 4096}
+    sglang = (
+        "python -m sglang.launch_server --model-path Qwen/Qwen3-32B --tp 2 --dp-size 3 --chunked-prefill-size 4096 "
         "--kv-cache-dtype fp8_e4m3"
+    )
+    assert serve_commands({**BASE, **told}) == [
+        f"CUDA_VISIBLE_DEVICES=0,1,2,3,4,5 {sglang} --port 8001 &",
+        f"CUDA_VISIBLE_DEVICES=6,7,8,9,10,11 {sglang} --port 8002 &",
+        "python -m sglang_router.launch_router --policy power_of_two --port 8000 --worker-urls http://localhost:8001 "
+        "http://localhost:8002",
     ]
+    vllm_ranks = serve_commands({**BASE, "replicas": 2, "data_parallel_size": 3})
+    assert [line.count("--data-parallel-size") for line in vllm_ranks] == [1, 1, 0]
     ranks = {"model": "deepseek-v3", "tp": 2, "data_parallel_size": 4}
     deepep = "sglang:enable-dp-attention=true,moe-a2a-backend=deepep"
     assert serve_commands({**ranks, "policy": deepep}) == [

@@ -53,6 +53,7 @@ class Radix(RadixOptions, Policy):
     summary: ClassVar[str] = "SGLang 0.3: RadixAttention, longest cached prefix first"
     default_prefix_caching: ClassVar[bool] = True
     default_block_size: ClassVar[int] = 1
+    ranks_share_tokeniser: ClassVar[bool] = True
     default_max_num_seqs: ClassVar[int] = 1024
     composition: ClassVar[dict[str, str]] = {
         "order": "lpm",

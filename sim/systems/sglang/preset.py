@@ -52,6 +52,7 @@ class Sglang(SglangOptions, Policy):
     summary: ClassVar[str] = "SGLang 0.5: overlap schedule, radix cache, retraction, HiCache"
     default_prefix_caching: ClassVar[bool] = True
     default_block_size: ClassVar[int] = 1
+    ranks_share_tokeniser: ClassVar[bool] = True
     composition: ClassVar[dict[str, str]] = {
         "order": "sglang-queue",
         "batching": "extend-first",
