@@ -32,8 +32,8 @@ HOT = {
 INTERPRETED = (
     # Asked before a run begins.
     "__init__", "*options", "async_scheduling", "preset", "ellm/solver", "ellm/equations",
-    # Classes that msgspec and `runtime_checkable` make.
-    "changes", "limits", "predictor",
+    # Classes that msgspec makes.
+    "changes", "limits",
     # Classes of several bases with attributes, such bases, and what derives from them.
     "telling", "stage/hand_over", "stage/pull", "mixed", "nixl",
 )  # fmt: skip

@@ -177,7 +177,8 @@ class _Bins:
                 off_s += first_off_s * own
                 off_squared += first_off_s * first_off_s * own
                 if num == 1.0:
-                    weights[self._bin(gap_s)] += weight
+                    place = self._bin(gap_s)
+                    weights[place] = weights[place] + weight
                     continue
                 rise_s = slope_s * (num - 1.0) / 2.0 * own
                 off_s += rise_s
@@ -193,11 +194,14 @@ class _Bins:
 
     def at(self, ranks: list[float], runs: bytearray, recent: list[float]) -> list[float]:
         """The gaps that so many are before in order of length, s: of those recorded; the middle of a bin without."""
-        ends = list(accumulate(self._weights))
-        places = [bisect_right(ends, rank) for rank in ranks]
+        # Most are empty.
+        filled = [place for place, weight in enumerate(self._weights) if weight]
+        ends = list(accumulate([self._weights[place] for place in filled]))
+        own_bins = [bisect_right(ends, rank) for rank in ranks]
+        places = [filled[i] for i in own_bins]
         if not runs and not recent:
             return [LEAST_S * exp((place + 0.5) * self._log_ratio) for place in places]
-        inside: list[dict[float, float] | None] = [None] * len(ends)
+        inside: list[dict[float, float] | None] = [None] * len(self._weights)
         for place in places:
             inside[place] = {}
         if runs:
@@ -221,10 +225,10 @@ class _Bins:
                             next_s = gap_s + slope_s * i
                             gaps[next_s] = gaps.get(next_s, 0.0) + weight
         found: list[float] = []
-        for place, rank in zip(places, ranks, strict=True):
-            gaps = inside[place] or {}
+        for i, rank in zip(own_bins, ranks, strict=True):
+            gaps = inside[filled[i]] or {}
             own = sorted(gaps)
-            before = rank - (ends[place - 1] if place else 0.0)
+            before = rank - (ends[i - 1] if i else 0.0)
             found.append(own[bisect_right(list(accumulate([gaps[one_s] for one_s in own])), before)])
         return found
 

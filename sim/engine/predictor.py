@@ -5,14 +5,11 @@ request and a seed, so a policy that uses it stays deterministic and the engine 
 """
 
 from bisect import bisect_right
-from collections.abc import Sequence as Seq
-from typing import Literal, Protocol, runtime_checkable
-
-import msgspec
+from typing import Final, Literal, Protocol
 
 from traces.request import Request
 
-DEFAULT_CLASSES = (1, 17, 33, 65, 129, 257, 513, 1025, 2049)
+CLASSES: Final[tuple[int, ...]] = (1, 17, 33, 65, 129, 257, 513, 1025, 2049)
 """Lower bounds of the length classes, tokens."""
 
 
@@ -25,15 +22,6 @@ class LengthPredictor(Protocol):
 
     def predict(self, request: Request) -> tuple[int, int]:
         """Lower bound and median of the output length in tokens; median 0 means no idea."""
-        ...
-
-
-@runtime_checkable
-class PredictsLengths(Protocol):
-    """Options that say what an engine is to know of output lengths."""
-
-    def length_predictor(self, seed: int) -> LengthPredictor:
-        """Itself; draws depend on `seed` and the request alone."""
         ...
 
 
@@ -51,15 +39,14 @@ class NoPredictor:
         return 1, 0
 
 
-class BucketPredictor(msgspec.Struct, frozen=True):
+class BucketPredictor:
     """Names the right length class with probability `accuracy`, else one of the neighbouring classes."""
 
-    accuracy: float
-    seed: int
-    classes: Seq[int] = DEFAULT_CLASSES
+    def __init__(self, accuracy: float, seed: int) -> None:
+        self.accuracy, self.seed = accuracy, seed
 
     def predict(self, request: Request) -> tuple[int, int]:
-        classes = self.classes
+        classes = CLASSES
         index = max(0, bisect_right(classes, request.output_tokens) - 1)
         draw = _uniform(self.seed, request.request_id)
         if draw >= self.accuracy:

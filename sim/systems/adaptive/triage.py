@@ -435,7 +435,7 @@ class Triage(Order):
 
     def _queue_s(self) -> float:
         """Work that may wait beside what is kept and waits, so that no first token waits longer than it may, s."""
-        kept = list(self.kept())
+        kept = self.kept()
         may_wait_s = URGENT * min((self.ttft_of(seq.request) for seq in kept), default=self.ttft_slo_s)
         return max(0.0, may_wait_s - sum([self.look(seq).work_s for seq in kept]))
 
@@ -495,9 +495,9 @@ class Triage(Order):
         """Whether one that waits is hopeless."""
         return self._place[seq][0] == HOPELESS
 
-    def kept(self) -> Iterator[Sequence]:
+    def kept(self) -> list[Sequence]:
         """Those that wait and are kept, in order."""
-        return islice(self._queue, self.num_kept)
+        return self._queue[: self.num_kept]
 
     def first_kept(self, most: int) -> list[Sequence]:
         """Of them the first, so many at most."""
