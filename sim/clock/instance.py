@@ -71,7 +71,7 @@ class Instance:
             yield from self._serve_ahead()
             return
         env, engine, arrivals, transfers = self.env, self.engine, self.arrivals, self._transfers
-        observer, queue, pricer = self.observer, env._queue, self.pricer  # `peek` raises an error where none is due
+        queue, pricer = env._queue, self.pricer  # `peek` raises an error where none is due
         add_request = engine.add_request
         now_s: float = env.now
         while True:
@@ -94,11 +94,7 @@ class Instance:
             if queue and queue[0][0] <= end_s:
                 yield env.timeout(end_s - env.now)
             if plan is not None and times is not None:
-                self.iterations += times.iterations
-                if times.iterations > 1:
-                    self.cost.note_jump(plan, times.iterations)
-                if observer is not None:
-                    observer(plan, now_s, times)
+                self._note(plan, now_s, times)
                 engine.commit(plan, times)
             now_s = end_s
         if engine.has_unfinished:
@@ -113,7 +109,7 @@ class Instance:
         of when the tokens come. Nothing jumps before that: a closed loop may send a request then.
         """
         env, engine, arrivals, transfers = self.env, self.engine, self.arrivals, self._transfers
-        observer, queue, host, pricer = self.observer, env._queue, self.lanes.host, self.pricer
+        queue, host, pricer = env._queue, self.lanes.host, self.pricer
         older: StepTimes | None = None
         older_ended: list[Sequence] = []
         add_request = engine.add_request
@@ -135,11 +131,7 @@ class Instance:
                 free_s = newer.end_s
                 if transfers:
                     now_s = self._launched_s(plan, now_s)
-                self.iterations += newer.iterations
-                if newer.iterations > 1:
-                    self.cost.note_jump(plan, newer.iterations)
-                if observer is not None:
-                    observer(plan, start_s, newer)
+                self._note(plan, start_s, newer)
                 newer_ended = engine.commit_ahead(plan, newer)
             if older is not None:
                 if older.end_s > now_s:
@@ -161,6 +153,14 @@ class Instance:
             raise InvariantError(f"the engine stands still at {now_s} s with requests unfinished")
         if now_s > env.now:
             yield env.timeout(now_s - env.now)
+
+    def _note(self, plan: IterationPlan, start_s: float, times: StepTimes) -> None:
+        """The plan's iterations take place as priced, from then on."""
+        self.iterations += times.iterations
+        if times.iterations > 1:
+            self.cost.note_jump(plan, times.iterations)
+        if self.observer is not None:
+            self.observer(plan, start_s, times)
 
     @property
     def _wakes_s(self) -> float:

@@ -159,14 +159,6 @@ class Member(Instance):
             self.engine.commit(plan, times)
             self._plan = self._times = None
 
-    def _note(self, plan: IterationPlan, start_s: float, times: StepTimes) -> None:
-        """The plan's iterations take place as priced, from then on."""
-        self.iterations += times.iterations
-        if times.iterations > 1:
-            self.cost.note_jump(plan, times.iterations)
-        if self.observer is not None:
-            self.observer(plan, start_s, times)
-
     def decide(self) -> None:
         """At the boundary `end_s`, settled: take the events that are due and begin the next iterations."""
         self._settled = False
