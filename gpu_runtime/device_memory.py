@@ -22,8 +22,6 @@ from sim.engine.scheduler import Scheduler
 from sim.engine.sequence import Sequence
 from sim.errors import InvariantError, UserError
 from sim.kv.hybrid import HybridMemory
-from sim.kv.states import StateMemory
-from sim.kv.windowed import WindowedMemory
 from sim.parts.stage.speculative import Speculative
 from sim.specs.kv_format import like_groups
 from sim.systems.ellm.first_layers import FirstLayersAgain
@@ -48,12 +46,8 @@ def scratch_blocks(scheduler: Scheduler) -> int:
 def check_executable(scheduler: Scheduler) -> None:
     """UserError for parts whose plans a device cannot carry out, and for drafts that none computes."""
     memory, stage = scheduler.memory, scheduler.stage
-    reason = memory.unexecutable or scheduler.batching.unexecutable
-    if isinstance(memory, WindowedMemory):
-        reason = "rings of blocks for layers with a window are not computed on a device: serve with --policy vllm-v1"
-    elif isinstance(memory, StateMemory):
-        reason = "layers that keep a state are not computed on a device: simulate"
-    elif isinstance(memory, HybridMemory) and memory.caches_prefixes:
+    reason = (memory.backing or memory).unexecutable or scheduler.batching.unexecutable
+    if not reason and isinstance(memory, HybridMemory) and memory.caches_prefixes:
         reason = (
             "prefixes of layers with a window are not told to a device yet: give --no-enable-prefix-caching, or where "
             "other layers have none, --disable-hybrid-kv-cache-manager"
@@ -94,12 +88,12 @@ class DeviceMemory:
         inline_copies: bool | None = None,
         spare_blocks: int = 0,
     ) -> None:
+        check_executable(scheduler)
         scheduler.memory.tell_blocks()
         self.decoder, self.scheduler, self.device = decoder, scheduler, device
         self.failures: list[tuple[Sequence, str]] = []
         """Whose KV is lost or could not be computed, and why."""
         config, memory, stage = decoder.config, scheduler.memory, scheduler.stage
-        check_executable(scheduler)
         if isinstance(stage, Speculative):
             stage.acceptance = None
         block_tokens, window = scheduler.limits.block_size, scheduler.limits.window

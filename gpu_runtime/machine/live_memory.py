@@ -22,9 +22,7 @@ from gpu_runtime.model.sampling import WORK_BYTES
 from sim.engine.changes import Direction
 from sim.engine.limits import Limits
 from sim.errors import UserError
-from sim.kv.offload_options import OffloadOptions
 from sim.options.scenario import Scenario
-from sim.parts.catalogue import MEMORIES
 from sim.parts.options import GIB
 from sim.parts.stage.speculative import Speculative
 from sim.run.prepare import prepare
@@ -123,11 +121,6 @@ def fit_to_machine(scenario: Scenario, policy: Policy, device: str, decoder: Dec
     Args:
         decoder: what computes; None: nothing does.
     """
-    memory = policy.names["memory"]
-    if not MEMORIES[memory].runs_live:
-        raise UserError(f"--policy {policy.name}: runs on a device cannot have memory={memory} yet: simulate it")
-    if policy.options(OffloadOptions).offloads:
-        raise UserError("--kv-offloading-size: runs on a device keep no prefixes on the host yet; leave it out")
     setup = prepare(scenario, "", policy)
     scheduler = build_engine(setup, None, Recording()).scheduler
     check_executable(scheduler)

@@ -10,6 +10,7 @@ from typing import ClassVar
 
 from sim.engine.changes import Move
 from sim.engine.sequence import Sequence
+from sim.kv.gaps import Places
 from sim.kv.index.prefix_index import Keys
 from sim.kv.memory import MemoryKind
 from sim.kv.paged import PagedMemory
@@ -22,6 +23,8 @@ class Backing(MemoryKind):
     """Defaults: nothing can be had, and nothing is kept. Of the sequences it is told, the memory knows the same."""
 
     can_cache_prefixes: ClassVar[bool] = True
+    shares: ClassVar[bool] = True
+    """Whether blocks on the GPU are hit as well, those of others and a sequence's own."""
     blocks: PrefixMemory
     """What it is behind; set as that is made."""
 
@@ -39,11 +42,11 @@ class Backing(MemoryKind):
     def look_up(self, seq: Sequence) -> None:
         """`seq`, which waits, is about to be asked about."""
 
-    def found(self, seq: Sequence, first: int) -> range:
+    def found(self, seq: Sequence, first: int) -> Places:
         """Places of the blocks that `seq` fetches when it starts, where it hits `first` blocks on the GPU."""
         return NOWHERE
 
-    def taken(self, seq: Sequence, found: range) -> None:
+    def taken(self, seq: Sequence, found: Places) -> None:
         """`seq` has its blocks: fetch what was `found`. It counts as computed."""
 
     def received(self, seq: Sequence) -> None:

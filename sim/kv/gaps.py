@@ -7,7 +7,7 @@ from sim.engine.sequence import Sequence
 
 Span = tuple[int, int]
 """Tokens of a sequence, by position: the first, and the one behind the last."""
-Places = tuple[int, ...] | list[int]
+Places = range | tuple[int, ...] | list[int]
 """Of blocks of a prompt, in order: how many blocks stand before each."""
 
 

@@ -34,8 +34,6 @@ class MemoryKind(Part):
     """Whether prompts may hit blocks that others have computed, where a run asks for it."""
     always_caches: ClassVar[bool] = False
     """Whether there is no choice about that."""
-    runs_live: ClassVar[bool] = True
-    """Whether a device can carry out its plans, which say where prefixes are cached which blocks are shared."""
     unexecutable: ClassVar[str] = ""
     """Why a device cannot carry out its plans, and what to do about it; empty where one can."""
     in_pages: ClassVar[bool] = False

@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING, ClassVar, Self
 from sim.engine.changes import Move
 from sim.engine.limits import Limits
 from sim.engine.sequence import Sequence
-from sim.errors import UserError
 from sim.kv.backing import Backing
+from sim.kv.gaps import Places
 from sim.kv.index.prefix_index import Holding, Keys
 from sim.kv.memory import Memory
 from sim.kv.paged import PagedMemory
@@ -28,6 +28,10 @@ def has_ended(seq: Sequence) -> bool:
 class Offloading(Backing):
     """A connector behind shared blocks; what a load brings is shared once it is seen to have ended."""
 
+    unexecutable: ClassVar[str] = (
+        "--kv-offloading-size: runs on a device keep no prefixes on the host yet; leave it out"
+    )
+
     @classmethod
     def build(cls, b: "Builder") -> PagedMemory:
         return PrefixMemory.build(b, cls(connector_of(b)))
@@ -40,9 +44,6 @@ class Offloading(Backing):
         self._fenced = FencedIndex(self.blocks.published, self.connector.reused)
         self.blocks.index = self.blocks.gpu.index = self._fenced
 
-    def tell_blocks(self) -> None:
-        raise UserError("--kv-offloading-size: runs on a device keep no prefixes on the host yet; leave it out")
-
     def look_up(self, seq: Sequence) -> None:
         if seq not in self.blocks.holdings:
             self.blocks.holdings[seq] = Holding(seq, self.keys_of(seq))
@@ -50,7 +51,7 @@ class Offloading(Backing):
     def keys_of(self, seq: Sequence) -> Keys:
         return self.connector.block_keys(seq)
 
-    def taken(self, seq: Sequence, found: range) -> None:
+    def taken(self, seq: Sequence, found: Places) -> None:
         self.resume(seq)
 
     def resume(self, seq: Sequence) -> None:
@@ -78,6 +79,7 @@ class OffloadingPaged(Memory):
     """Blocks of one sequence each."""
 
     name: ClassVar[str] = "paged"
+    unexecutable: ClassVar[str] = Offloading.unexecutable
 
     @classmethod
     def build(cls, b: "Builder") -> Self:

@@ -10,13 +10,13 @@ all reads that are under way count as if they had just begun.
 
 from collections.abc import Iterator, Mapping
 from itertools import islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from sim.engine.changes import Move, Tier
 from sim.engine.limits import Limits, TierCounters
 from sim.engine.plan import IterationPlan
 from sim.engine.sequence import Sequence
-from sim.errors import UserError
+from sim.kv.gaps import Places
 from sim.kv.memory import ALL_LAYERS
 from sim.kv.tiered import HostTier
 from sim.kv.tiered_options import TieredOptions
@@ -31,6 +31,10 @@ if TYPE_CHECKING:
 
 class DiskTier(HostTier):
     """The host's cache behind the GPU's, and the disk's behind that."""
+
+    unexecutable: ClassVar[str] = (
+        "disk-space: runs on a device have no disk below the host yet: give disk-space=0, or simulate it"
+    )
 
     def __init__(self, limits: Limits, worth: Worth, options: TieredOptions, block_bytes: float) -> None:
         """Of blocks that take `block_bytes` on all GPUs together; others as for `HostTier`."""
@@ -61,11 +65,6 @@ class DiskTier(HostTier):
     def bind(self, scheduler: "Scheduler") -> None:
         super().bind(scheduler)
         scheduler.counters.tiers["disk"] = self.disk_tier
-
-    def tell_blocks(self) -> None:
-        raise UserError(
-            "disk-space: runs on a device have no disk below the host yet: give disk-space=0, or simulate it"
-        )
 
     @property
     def versions(self) -> tuple[int, ...]:
@@ -106,14 +105,14 @@ class DiskTier(HostTier):
         chunk = self.disk_cache.get(key)
         return chunk is not None and chunk.num_copies >= 0
 
-    def _saved_s(self, seq: Sequence, places: range) -> float:
-        keys = self._names(seq)
-        read = [key for key in keys[places.start : places.stop] if self.cache.get(key) is None]
-        waits = read or any(key in self._coming for key in keys[places.start : places.stop])
+    def _saved_s(self, seq: Sequence, places: Places) -> float:
+        keys = self._names(seq)[places[0] : places[-1] + 1]
+        read = [key for key in keys if self.cache.get(key) is None]
+        waits = read or any(key in self._coming for key in keys)
         wait_s = sum([move.num_blocks * (move.s_per_block or 0.0) for move in self._reads]) if waits else 0.0
         return super()._saved_s(seq, places) - wait_s - (self.drive.read_s(len(read)) if read else 0.0)
 
-    def _begin_load(self, seq: Sequence, access: Access, places: range) -> None:
+    def _begin_load(self, seq: Sequence, access: Access, places: Places) -> None:
         """Some of the blocks may be on their way to the host, or have to be read before the computation begins."""
         keys = access.keys
         saved_s = self._saved_s(seq, places)

@@ -134,6 +134,8 @@ class PrefixMemory(PagedMemory):
 
     def full_blocks(self, seq: Sequence) -> int:
         """Full blocks of a sequence that is in no batch: the last token's KV is yet to be computed."""
+        if self.backing is not None and not self.backing.shares:
+            return 0
         known = seq.num_computed if seq.prefilling else max(seq.num_computed, seq.num_tokens - 1)
         return min(known, seq.num_tokens - self.keys.num_ahead) // self.block_size
 

@@ -13,7 +13,7 @@ layers that keep one, at the end of so many tokens (`MambaManager` of `single_ty
 
 from collections.abc import Sequence as Seq
 from dataclasses import replace
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, ClassVar, Self
 
 from sim.engine.limits import Limits, WindowLimits
 from sim.engine.sequence import Sequence
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 class StateMemory(HybridMemory):
     """Windowed groups are those that keep a state."""
+
+    unexecutable: ClassVar[str] = "layers that keep a state are not computed on a device: simulate"
 
     @classmethod
     def build(cls, b: "Builder") -> Self:

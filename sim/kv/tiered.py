@@ -13,6 +13,7 @@ from sim.engine.plan import IterationPlan, StepTimes
 from sim.engine.sequence import Sequence, Status
 from sim.errors import UserError
 from sim.kv.backing import NOWHERE, Backing
+from sim.kv.gaps import Places
 from sim.kv.index.block_chain import NamedChain
 from sim.kv.index.prefix_index import Keys
 from sim.kv.memory import ALL_LAYERS
@@ -70,7 +71,7 @@ class HostTier(Backing):
         # The last prompt that was looked up, what both caches were then, and which blocks it would load.
         self._looked_on_host: tuple[Sequence | None, tuple[int, ...], range] = (None, (), NOWHERE)
         # With the sequence: places of its blocks that come within the iteration.
-        self._loading: list[tuple[Sequence, Access, range]] = []
+        self._loading: list[tuple[Sequence, Access, Places]] = []
         self._saving: dict[Sequence, list[int]] = {}
         self._tells = False
 
@@ -111,7 +112,7 @@ class HostTier(Backing):
         if seq.request.hash_ids:
             self._access(seq)
 
-    def found(self, seq: Sequence, first: int) -> range:
+    def found(self, seq: Sequence, first: int) -> Places:
         known, versions, places = self._looked_on_host
         now = self.versions
         if known is seq and versions == now:
@@ -135,8 +136,8 @@ class HostTier(Backing):
         """Blocks from `first` on that have names; the last token has to be computed."""
         return range(first, min((seq.num_tokens - 1) // self.block_size, len(self._names(seq))))
 
-    def _saved_s(self, seq: Sequence, places: range) -> float:
-        begin, end = places.start * self.block_size, places.stop * self.block_size
+    def _saved_s(self, seq: Sequence, places: Places) -> float:
+        begin, end = places[0] * self.block_size, (places[-1] + 1) * self.block_size
         return self.worth.computed_s(seq, begin) - self.worth.streamed_s(seq, end, len(places))
 
     def _names(self, seq: Sequence) -> tuple[int, ...]:
@@ -149,15 +150,15 @@ class HostTier(Backing):
             access = self._accesses[seq] = Access(self.keys_of(seq))
         return access
 
-    def taken(self, seq: Sequence, found: range) -> None:
+    def taken(self, seq: Sequence, found: Places) -> None:
         if found:
             access = self._access(seq)
             if self._tells:
-                self.scheduler.changes.append(Load(seq, found.start, access.keys[found.start : found.stop]))
+                self.scheduler.changes.append(Load(seq, found[0], access.keys[found[0] : found[-1] + 1]))
             self._begin_load(seq, access, found)
             self._loading.append((seq, access, found))
 
-    def _begin_load(self, seq: Sequence, access: Access, places: range) -> None:
+    def _begin_load(self, seq: Sequence, access: Access, places: Places) -> None:
         self.cache.read(access, places)
         self.tier.num_loads += 1
         self.tier.hit_tokens += len(places) * self.block_size
@@ -168,7 +169,7 @@ class HostTier(Backing):
         if self._loading and (loads := {seq: places for seq, _, places in self._loading if seq.num_blocks}):
             self._load(plan, list(loads.items()))
 
-    def _load(self, plan: IterationPlan, loads: "list[tuple[Sequence, range]]") -> None:
+    def _load(self, plan: IterationPlan, loads: "list[tuple[Sequence, Places]]") -> None:
         """Layer by layer, while the rest is computed."""
         plan.streamed += (Streamed(1, sum(len(places) for _, places in loads), 0),)
 

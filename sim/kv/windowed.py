@@ -6,7 +6,7 @@ min(B, ceil(window / block_size)) for every group with a window: vLLM 0.5.5's ri
 one. `HybridMemory` has vLLM 1's way, which frees blocks that have left the window.
 """
 
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, ClassVar, Self
 
 from sim.engine.batch import DecodeBatch
 from sim.engine.limits import Limits
@@ -22,6 +22,10 @@ if TYPE_CHECKING:
 
 class WindowedMemory(PagedMemory):
     """Pool blocks are those of one group; `unit` is a whole block's, one for each group."""
+
+    unexecutable: ClassVar[str] = (
+        "rings of blocks for layers with a window are not computed on a device: serve with --policy vllm-v1"
+    )
 
     @classmethod
     def build(cls, b: "Builder") -> Self:

@@ -60,7 +60,7 @@ PLACES: dict[str, dict[str, str]] = {
         "prefix-groups": "sim.kv.shared_reads:GroupMemory",
         "tiered": "sim.kv.tiered:HostTier",
         "retained": "sim.kv.retained:RetentionMemory",
-        "documents": "sim.kv.documents:DocumentMemory",
+        "documents": "sim.kv.documents:DocumentTier",
         "reserved": "sim.kv.reserved:ReservedMemory",
         "kept-copies": "sim.kv.kept_copies:KeptCopies",
         "mapped": "sim.kv.mapped:MappedMemory",

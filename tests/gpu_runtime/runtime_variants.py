@@ -13,9 +13,7 @@ EXECUTABLE = {"cachedattention": "cachedattention:disk-space=0", "ellm": CONTIGU
 """What of a preset has no place on a device is left out."""
 MEMORY_OF = {name: MEMORIES[kind.composition["memory"]] for name, kind in POLICIES.items()}
 LIVE = [
-    EXECUTABLE.get(name, name)
-    for name, memory in MEMORY_OF.items()
-    if memory.runs_live and (name in EXECUTABLE or not memory.unexecutable)
+    EXECUTABLE.get(name, name) for name, memory in MEMORY_OF.items() if name in EXECUTABLE or not memory.unexecutable
 ]
 VARIANTS = [
     *LIVE,

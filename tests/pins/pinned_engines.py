@@ -6,7 +6,6 @@ a question: its plans, what became of each request, and every counter.
 
 import random
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import replace
 from enum import Enum
 from math import isfinite
@@ -28,7 +27,8 @@ from sim.engine.limits import StateLimits, WindowLimits
 from sim.engine.plan import SLOTS, IterationPlan, PrefillChunk, StepTimes
 from sim.engine.scheduler import Scheduler
 from sim.engine.sequence import Sequence, Status
-from sim.errors import UserError
+from sim.kv.offloading import Offloading
+from sim.kv.on_disk import DiskTier
 from sim.options.policies import parse_policy
 from sim.specs.hardware import load_hardware
 from sim.specs.kv_format import KVLayers
@@ -305,9 +305,9 @@ def answer(policy: Policy, place: int, kind: str = "") -> list[str]:
     work, told, plans = workload(policy, place, kind), teller(), list[str]()
 
     def watch(scheduler: Scheduler) -> Callable[[IterationPlan, float, StepTimes], None]:
-        if place % 2:
-            with suppress(UserError):  # What no device can execute.
-                scheduler.memory.tell_blocks()
+        # What no device has behind the GPU is told to none.
+        if place % 2 and not isinstance(scheduler.memory.backing, DiskTier | Offloading):
+            scheduler.memory.tell_blocks()
         return lambda plan, start_s, times: plans.append(repr(told((start_s, times, plan))))
 
     outcome = simulate(

@@ -10,7 +10,7 @@ from test_systems_cachedattention import turn
 from kvtwin.testing import conformance, limits, linear_machine, simulate
 from kvtwin.testing.conformance import DECODES, Workload, limits_of
 from kvtwin.testing.engines import Outcome
-from sim.kv.documents import DocumentMemory
+from sim.kv.documents import DocumentTier
 from sim.options.policies import parse_policy
 from sim.systems.base import Policy
 from sim.systems.cacheblend import CacheBlend
@@ -68,8 +68,8 @@ def test_the_papers_share_is_fifteen_percent_and_the_first_layer():
     machine = linear_machine(layers=32)
     policy = CacheBlend()
     memory = policy.parts(replace(limits(), enable_prefix_caching=True), machine.deployment).memory
-    assert isinstance(memory, DocumentMemory)
-    kept = memory._kept(tuple(range(1000)))
+    assert isinstance(memory.backing, DocumentTier)
+    kept = memory.backing._kept(tuple(range(1000)))
     assert 1000 - len(kept) == 176
     # Evenly: between any two of them there are five or six blocks.
     again = sorted(set(range(1000)).difference(kept))

@@ -22,6 +22,7 @@ from sim.engine.plan import IterationPlan, PrefillChunk
 from sim.engine.sequence import Sequence
 from sim.errors import UserError
 from sim.kv.block_pool import BlockPool
+from sim.kv.gaps import Places
 from sim.kv.memory import ALL_LAYERS
 from sim.kv.paged import PagedMemory
 from sim.kv.prefix import PrefixMemory
@@ -245,15 +246,15 @@ class TieredStates(HostTier):
         if scheduler.stage.pulls:
             raise UserError("memory=tiered-states: KV from another engine comes without its states; use memory=tiered")
 
-    def _restore_s(self, places: range) -> float:
+    def _restore_s(self, places: Places) -> float:
         times = restore_times(self._cost, self.split, len(places) * self.block_size, len(places), self.state)
         return restored_s(times)
 
-    def _saved_s(self, seq: Sequence, places: range) -> float:
-        begin, end = places.start * self.block_size, places.stop * self.block_size
+    def _saved_s(self, seq: Sequence, places: Places) -> float:
+        begin, end = places[0] * self.block_size, (places[-1] + 1) * self.block_size
         return self.worth.recompute_s(seq, begin, end) - self._restore_s(places)
 
-    def _load(self, plan: IterationPlan, loads: list[tuple[Sequence, range]]) -> None:
+    def _load(self, plan: IterationPlan, loads: list[tuple[Sequence, Places]]) -> None:
         for seq, places in loads:
             tokens = len(places) * self.block_size
             self.scheduler.changes.append(add_restore(plan, seq, tokens, len(places), self.split))

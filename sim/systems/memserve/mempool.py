@@ -25,7 +25,7 @@ class MemPool(Backing, ReturnsKV):
 
     name: ClassVar[str] = "mempool"
     options: ClassVar[type | None] = MemPoolOptions
-    runs_live: ClassVar[bool] = False
+    unexecutable: ClassVar[str] = "memory=mempool: no device sends blocks to another engine's cache yet: simulate"
 
     @classmethod
     def build(cls, b: "Builder") -> PagedMemory:

@@ -80,7 +80,6 @@ class TreeMemory(Memory):
         Need("batching", "asks for pages as SGLang's scheduler does", names=("extend-first",)),
     )
     can_cache_prefixes: ClassVar[bool] = True
-    runs_live: ClassVar[bool] = False
     unexecutable: ClassVar[str] = "memory=sglang-tree is not told to a device yet; serve with --policy radix"
     copies_a_mark: ClassVar[int] = 1
     """How often a mark that is loaded is copied."""
