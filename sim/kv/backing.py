@@ -29,8 +29,9 @@ class Backing(MemoryKind):
     """What it is behind; set as that is made."""
 
     def keys_of(self, seq: Sequence) -> Keys:
-        """Names of the blocks of a sequence, from the first on."""
-        return self.blocks.keys.of(seq.request)
+        """Names of the blocks of a sequence, from the first on. Each is of a block's content, wherever it stands; equal
+        KV is behind equal names of all blocks up to it."""
+        return self.blocks.keys.of(seq.request) if self.shares else ()
 
     def name_blocks(self, seq: Sequence, keys: Keys) -> Keys:
         """The next blocks of `seq` are full of what these keys say: their names."""

@@ -63,10 +63,6 @@ class DocumentTier(HostTier):
         # Of sequences with blocks: those that count as computed though they were loaded.
         self._kept_of: dict[Sequence, Places] = {}
 
-    def keys_of(self, seq: Sequence) -> Keys:
-        """None of blocks on the GPU, where each prompt has its own."""
-        return ()
-
     def _access(self, seq: Sequence) -> Access:
         access = self._accesses.get(seq)
         if access is None:

@@ -50,7 +50,8 @@ def check_needs(names: Mapping[str, str], parts: "Mapping[str, Part | type[Part]
     Of parts that are not built their classes are asked.
     """
     for kind, part in parts.items():
-        for need in part.needs:
+        behind = None if isinstance(part, type) else getattr(part, "backing", None)
+        for need in part.needs if behind is None else (*part.needs, *behind.needs):
             other = names[need.kind]
             if not need.is_met(other, parts[need.kind]):
                 *others, last = [f"{need.kind}={name}" for name in need.going()] or [f"another {need.kind}"]

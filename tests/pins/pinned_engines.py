@@ -27,6 +27,7 @@ from sim.engine.limits import StateLimits, WindowLimits
 from sim.engine.plan import SLOTS, IterationPlan, PrefillChunk, StepTimes
 from sim.engine.scheduler import Scheduler
 from sim.engine.sequence import Sequence, Status
+from sim.kv.documents import DocumentTier
 from sim.kv.offloading import Offloading
 from sim.kv.on_disk import DiskTier
 from sim.options.policies import parse_policy
@@ -306,7 +307,7 @@ def answer(policy: Policy, place: int, kind: str = "") -> list[str]:
 
     def watch(scheduler: Scheduler) -> Callable[[IterationPlan, float, StepTimes], None]:
         # What no device has behind the GPU is told to none.
-        if place % 2 and not isinstance(scheduler.memory.backing, DiskTier | Offloading):
+        if place % 2 and not isinstance(scheduler.memory.backing, DiskTier | DocumentTier | Offloading):
             scheduler.memory.tell_blocks()
         return lambda plan, start_s, times: plans.append(repr(told((start_s, times, plan))))
 
