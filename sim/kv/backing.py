@@ -2,8 +2,8 @@
 
 It is a rule over `PrefixMemory`, not a memory: it says what of a prompt can be had beyond what the GPU has cached, has
 it fetched, and may keep the blocks of a sequence that gives them back until they are copied. Its hooks into a step are
-those of all parts (`sim.parts.base`), and come before the memory's. A name in `memory=` may stand for one: its `build`
-makes the memory.
+those of all parts (`sim.parts.base`), and come before the memory's; what it `needs` is asked for, too. A name in
+`memory=` may stand for one: its `build` makes the memory.
 """
 
 from typing import ClassVar

@@ -51,8 +51,10 @@ class WindowedMemory(PagedMemory):
     def blocks_missing(self, seq: Sequence, num_tokens: int) -> int:
         return self.blocks_holding(num_tokens) - self.held_blocks(seq)
 
-    def decode_blocks(self) -> int:
-        return self._needed(1)
+    def decode_blocks(self, steps: int = 1) -> int:
+        """Also what the next `steps` iterations take."""
+        batch = self._rings
+        return self._num_full * batch.blocks_needed(steps) + self._num_window * batch.ring_blocks_needed(steps)
 
     def decode_blocks_of(self, seq: Sequence) -> int:
         if not self.batch.needs_block(seq):
@@ -60,11 +62,6 @@ class WindowedMemory(PagedMemory):
         return self._num_full + (self._num_window if self._rings.ring_grows(seq) else 0)
 
     # -- decodes ---------------------------------------------------------------------------------------------------
-
-    def _needed(self, steps: int) -> int:
-        """Pool blocks that the next `steps` iterations of the whole batch take."""
-        batch = self._rings
-        return self._num_full * batch.blocks_needed(steps) + self._num_window * batch.ring_blocks_needed(steps)
 
     @property
     def _rings(self) -> WindowedBatch:
@@ -76,18 +73,18 @@ class WindowedMemory(PagedMemory):
         self.gpu.allocate(self.decode_blocks_of(seq))
 
     def grow_further(self, batch: DecodeBatch, steps: int) -> None:
-        self.gpu.allocate(self._needed(steps) - self._needed(1))
+        self.gpu.allocate(self.decode_blocks(steps) - self.decode_blocks())
 
     def repeats(self, plan: IterationPlan, steps: int) -> int:
         # The first iteration's blocks are taken already.
-        spare = self.gpu.free + self._needed(1) - self.unit
-        if self._needed(steps) <= spare:
+        spare = self.gpu.free + self.decode_blocks() - self.unit
+        if self.decode_blocks(steps) <= spare:
             return steps
         # Most iterations that fit: they need ever more.
         fitting, too_many = 1, steps
         while too_many - fitting > 1:
             middle = (fitting + too_many) // 2
-            if self._needed(middle) <= spare:
+            if self.decode_blocks(middle) <= spare:
                 fitting = middle
             else:
                 too_many = middle

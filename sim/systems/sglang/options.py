@@ -220,7 +220,7 @@ class SglangOptions(CheckedOptions):
         spared = rules.get("threshold", 0) - rules.get("next_prompt_estimate", 0)
         if self.radix_eviction_policy == "tlru" and (spared <= 0 or min(rules.values()) < 0):
             raise UserError(f"{name}: tlru needs a threshold above next_prompt_estimate, as in SGLang; give them")
-        return rules.get("protected_threshold", 2), spared // page
+        return rules.get("protected_threshold", 0), spared // page
 
     def page_and_mark_bytes(self, limits: Limits) -> tuple[float, float]:
         """Bytes of a page of the layers that keep all, and of a page or state of those with a pool of their own."""

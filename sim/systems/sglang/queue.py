@@ -104,7 +104,8 @@ class SglangQueue(Order):
         self._queue.append(seq)
         self._num_entered += 1
         self._entered[seq] = self._num_entered
-        self._computed_before[seq] = self.computed_tokens
+        if self.ages:
+            self._computed_before[seq] = self.computed_tokens
         if self._memory.entered is not None:
             self._memory.entered.append(seq)
 

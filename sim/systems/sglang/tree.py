@@ -75,7 +75,7 @@ Pin = tuple[int, int]
 class EvictionRules(NamedTuple):
     """Insertions from which `slru` protects a node; pages of a conversation's end that `tlru` can do without."""
 
-    protected_hits: int = 2
+    protected_hits: int = 0
     spared_pages: int = 0
 
 
