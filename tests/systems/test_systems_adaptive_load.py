@@ -190,8 +190,8 @@ def test_what_is_hopeless_leaves_time_to_those_to_come():
         (("qwen3-8b", "rtx-4090"), (77, 137), 600, 36.0, (9000, 65), None, 582),
         # Each prompt went alone, as it takes longer beside decodes on an L20, and read the weights: 470 were in time.
         (("qwen2.5-7b", "l20"), (100, 200), 600, 40.0, (3000, 100), None, 500),
-        # The cheapest came back first and kept coming: the others missed their TPOT, half decoded. 780 were good.
-        (("mistral-7b-v0.1", "a100-40g"), (99, 153), 1000, 40.0, (2000, 87), 64, 820),
+        # All turns that there is time for were promised: 2,275 were good, as many were a little late.
+        (("mistral-7b-v0.1", "a100-40g"), (99, 153), 4000, 40.0, (2000, 87), 64, 2500),
         # Most were deferred, started in time and got their first token a little late: 107 of 250 were good.
         (("llama-2-7b", "l20"), (2000, 500), 250, 1.2, (550, 90), None, 120),
         # Chunks of 128 tokens went alone, as larger ones should, and each read the weights: 786 of 1,000 were good.

@@ -50,6 +50,8 @@ SHORT_S: Final = 2.0
 """With less laxity than this, a head may take the room of kept sequences, too."""
 MARGIN_S: Final = 5.0
 """By how much that one must be laxer."""
+MORE_TURNS: Final = 0.25
+"""Share of the turns beyond one that is promised: each is copied out and in. With all, many were a little late."""
 
 
 class Park(Recompute):
@@ -301,10 +303,12 @@ class Park(Recompute):
     def _may_promise(self, iteration_s: float) -> bool:
         """Whether those that are kept, one more and those on the host among them, can take turns and meet their TPOT.
 
-        Each decodes for iterations of `iteration_s` and has P for each token: P / `iteration_s` times as many as there
-        are seats and blocks for can be promised. Turns make no room in P itself: no more than fit it.
+        Each decodes for iterations of `iteration_s` and has P for each token: there is time for P / `iteration_s` turns
+        with all seats and blocks. More than one are promised in part. Turns make no room in P itself: no more than fit
+        it.
         """
         turns = self.order.pace.iteration_s / iteration_s
+        turns = min(turns, 1.0 + MORE_TURNS * (turns - 1.0))
         seats = len(self.batching.running) + len(self.promoting) + self.num_kept
         away = self.host.num_blocks - self.host.free if self.away else 0
         blocks = self.gpu.num_blocks - self.gpu.free + away * self.num_kept / max(1, len(self.away))
