@@ -2,7 +2,7 @@
 
 from importlib.util import find_spec
 
-VERSION = "0.20.0"
+VERSION = "0.21.0"
 
 
 def is_compiled() -> bool:
