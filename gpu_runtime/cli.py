@@ -229,8 +229,10 @@ def decoder_for(
     stages, engines = scenario.pipeline_parallel_size, scenario.num_engines
     weights, attention = scenario.quantization, scenario.sparse_attention
     leave = "leave it out, or simulate"
+    pooled = next((policy.name for _, policy in policies if policy.hands_over), None)
     for is_asked, asked, why in (
         (stages not in (None, 1), f"--pipeline-parallel-size: {stages} stages;", "has one: simulate"),
+        (pooled is not None, f"--policy {pooled}: hands sequences over to other engines;", "serves from one: simulate"),
         (engines != 1, f"{scenario.flag_of_engines}: {engines} engines;", f"serves from one: {leave}"),
         (weights is not None, f"--quantization {weights}:", "computes with weights as they are; leave it out"),
         (attention is not None, f"--sparse-attention {attention}:", f"attends to the whole context; {leave}"),

@@ -103,7 +103,7 @@ def run_serve(arguments: argparse.Namespace) -> int:
             f"kvtwin: warning: anyone who reaches {url_of(bound)} may use it: give --api-key or --host 127.0.0.1",
             file=sys.stderr,
         )
-    scenario, decoder = decoder_for(scenario, live)
+    scenario, decoder = decoder_for(scenario, live, policies)
     codec = load_codec(arguments.tokenizer_folder, decoder.config.vocab_size, arguments.chat_template)
     label, policy = policies[0]
     scenario, policy = scheduled(scenario, policy, arguments.device)

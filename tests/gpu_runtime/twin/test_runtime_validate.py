@@ -265,7 +265,8 @@ live --policy vllm-v1 --engine-profile vllm-v1 | the live runtime's engine is kv
 live --policy vllm-v1:kv-offloading-size=1 | --kv-offloading-size: runs on a device
 live --policy vllm-v1:spec-method=mtp,spec-tokens=2,acceptance-rate=0.5 | computes no second model's drafts
 live --policy vllm-v1:max-tokens-per-image=24 | no device computes an encoder
-live --policy memserve | memory=mempool
+live --policy memserve | hands sequences over to other engines; the live runtime serves from one: simulate
+live --policy vllm-v1:memory=mempool | memory=mempool: no device sends blocks
 live --policy vllm-swap --tp 2 | --tp 2: vllm-swap has eviction=swap, and copies of KV end at other times
 live --policy vllm-v1 --tp 2 --device cuda | --device cuda:
 live --policy vllm-v1 --attention-backend flashinfer | flashinfer: does not run on --device cpu
