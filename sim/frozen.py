@@ -54,4 +54,19 @@ def _hash(self: object) -> int:
     return hash(_values(self))
 
 
-METHODS = {"__init__": _init, "__repr__": _repr, "__eq__": _eq, "__hash__": _hash}
+class _Signature:
+    """What `help` and completion show of such a class, made when they ask."""
+
+    def __get__(self, one: object, kind: Any) -> object:  # noqa: ANN401
+        from inspect import Parameter, Signature  # noqa: PLC0415 - slow to import
+
+        shown = []
+        for f in sorted(fields(kind), key=lambda f: f.kw_only is True):
+            default = Parameter.empty if f.default is MISSING else f.default
+            default = default if f.default_factory is MISSING else f.default_factory()
+            how = Parameter.KEYWORD_ONLY if f.kw_only else Parameter.POSITIONAL_OR_KEYWORD
+            shown.append(Parameter(f.name, how, default=default, annotation=f.type))
+        return Signature(shown)
+
+
+METHODS = {"__init__": _init, "__repr__": _repr, "__eq__": _eq, "__hash__": _hash, "__signature__": _Signature()}

@@ -1,5 +1,6 @@
 """`sim.frozen`: what `dataclass(frozen=True)` makes, made sooner."""
 
+import inspect
 from dataclasses import FrozenInstanceError, dataclass, field, fields, replace
 from typing import Any
 
@@ -8,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sim.frozen import frozen
+from sim.run.prepare import Setup
 
 
 def made(decorator: Any) -> tuple[type, type]:
@@ -52,6 +54,13 @@ def answers(kind: type, values: list[int], named: dict[str, int]) -> object:
 @given(st.sampled_from((0, 1)), BY_PLACE, BY_NAME)
 def test_it_is_made_and_answers_as_a_dataclass(place, values, named):
     assert answers(OURS[place], values, named) == answers(THEIRS[place], values, named)
+
+
+def test_help_shows_its_fields():
+    shown = inspect.signature(OURS[1])
+    assert [*shown.parameters] == [*inspect.signature(THEIRS[1]).parameters] == ["number", "names", "size", "beside"]
+    assert str(shown) == "(number: int = 7, names: list[str] = [], size: float = 1.5, *, beside: tuple[int, ...] = ())"
+    assert "scenario" in inspect.signature(Setup).parameters
 
 
 def test_nothing_of_it_can_be_changed():
