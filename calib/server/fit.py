@@ -109,10 +109,10 @@ def fit_server(setup: Setup, served: ServedRun, *, name: str, constants: Sequenc
     if constants is None and ATTENTION_RATE in untold and kv_rate in constants_of(setup):
         # Then iterations may tell KV's rate from the weights', which it follows unless they say otherwise.
         others = [kv_rate if constant == ATTENTION_RATE else constant for constant in names]
-        again = _fit_told(setup, served, others, fit_with, is_asked=False)
+        richer, still_untold, still_together = _fit_told(setup, served, others, fit_with, is_asked=False)
         # Not where it costs another constant, or where chance explains as much.
-        if {*again[1]} <= {*untold} and kv_rate not in again[2] and again[0].explains_more_than(fit):
-            names, (fit, untold, together) = others, (again[0], [*again[1], ATTENTION_RATE], again[2])
+        if {*still_untold} <= {*untold} and kv_rate not in still_together and richer.explains_more_than(fit):
+            names, fit, untold, together = others, richer, [*still_untold, ATTENTION_RATE], still_together
     kept = [constant for constant in names if constant not in untold]
     held_out = _held_out(setup, served, kept, fit_with)
     profile = _profile(setup, served, fit, name, method, held_out, together)
