@@ -48,18 +48,10 @@ def clip(requests: Iterable[Request], max_tokens: int) -> Iterator[Request]:
     """
     if max_tokens < 2:
         raise TraceError(f"clip {max_tokens} is too small; a request needs 2 tokens, one of prompt and one of output")
-    return (
-        # Most call no tool, and fit.
-        request
-        if request.prompt_tokens + request.output_tokens <= max_tokens and not request.calls
-        else _clip(request, max_tokens)
-        for request in requests
-    )
+    return (request if request.most_tokens <= max_tokens else _clip(request, max_tokens) for request in requests)
 
 
 def _clip(request: Request, max_tokens: int) -> Request:
-    if request.most_tokens <= max_tokens:
-        return request
     prompt, output, calls = request.prompt_tokens, request.output_tokens, request.calls
     if calls:
         returned = accumulate(call.returned_tokens for call in calls)
