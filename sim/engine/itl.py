@@ -177,6 +177,7 @@ class _Bins:
                 off_s += first_off_s * own
                 off_squared += first_off_s * first_off_s * own
                 if num == 1.0:
+                    # As `+=` does, which compiled code leaves to objects.
                     place = self._bin(gap_s)
                     weights[place] = weights[place] + weight
                     continue
