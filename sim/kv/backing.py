@@ -31,7 +31,7 @@ class Backing(MemoryKind):
     def keys_of(self, seq: Sequence) -> Keys:
         """Names of the blocks of a sequence, from the first on. Each is of a block's content, wherever it stands; equal
         KV is behind equal names of all blocks up to it."""
-        return self.blocks.keys.of(seq.request) if self.shares else ()
+        return self.blocks.keys.of(seq.request)
 
     def name_blocks(self, seq: Sequence, keys: Keys) -> Keys:
         """The next blocks of `seq` are full of what these keys say: their names."""

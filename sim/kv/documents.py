@@ -63,13 +63,7 @@ class DocumentTier(HostTier):
         # Of sequences with blocks: those that count as computed though they were loaded.
         self._kept_of: dict[Sequence, Places] = {}
 
-    def _access(self, seq: Sequence) -> Access:
-        access = self._accesses.get(seq)
-        if access is None:
-            access = self._accesses[seq] = Access(self._contents(seq))
-        return access
-
-    def _contents(self, seq: Sequence) -> Keys:
+    def keys_of(self, seq: Sequence) -> Keys:
         request = seq.request
         return self._block_keys.of(request)[: request.prompt_tokens // self.block_size] if request.hash_ids else ()
 
@@ -82,9 +76,7 @@ class DocumentTier(HostTier):
         """Blocks that are loaded, and the s saved, by price; none where computing the whole prompt is sooner."""
         known, version, places, saved_s = self._looked_up
         if known is not seq or version != self.cache.version:
-            access = self._accesses.get(seq)
-            keys = self._contents(seq) if access is None else access.keys
-            chunks = enumerate(map(self.cache.get, keys[: (seq.num_tokens - 1) // self.block_size]))
+            chunks = enumerate(map(self.cache.get, self._names(seq)[: (seq.num_tokens - 1) // self.block_size]))
             places = tuple(place for place, chunk in chunks if chunk is not None and chunk.num_copies >= 0)
             saved_s = self._sooner_s(seq, places) if places else 0.0
             if saved_s < 0.0:

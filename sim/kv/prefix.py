@@ -117,7 +117,9 @@ class PrefixMemory(PagedMemory):
         return self.index.match(keys, self._limit(seq, keys))
 
     def _keys_of(self, seq: Sequence) -> Keys:
-        return self.keys.of(seq.request) if self.backing is None else self.backing.keys_of(seq)
+        if self.backing is None:
+            return self.keys.of(seq.request)
+        return self.backing.keys_of(seq) if self.backing.shares else ()
 
     def _limit(self, seq: Sequence, keys: Keys) -> int:
         return min((seq.num_tokens - 1) // self.block_size, len(keys))

@@ -89,7 +89,7 @@ class HostTier(Backing):
         self._tells = True
 
     def keys_of(self, seq: Sequence) -> Keys:
-        return self.chain.of(seq.request) if self.shares else ()
+        return self.chain.of(seq.request)
 
     def name_blocks(self, seq: Sequence, keys: Keys) -> Keys:
         access = self._access(seq)
